@@ -1,0 +1,73 @@
+"""A worker in a process of its own, and how to speak to it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+WORKER = Path(__file__).with_name("worker.py")
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class WorkerProcess:
+    """Spoken to in JSON lines. Leaving the block kills it if it still runs; `log` is its standard error, once ended."""
+
+    def __init__(self, *arguments: str, port: int | None = None, **options: Any) -> None:
+        self.port = port or free_port()
+        options = {"control_port": self.port, **options}
+        command = [sys.executable, str(WORKER), "--options", json.dumps(options), *arguments]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+        self.log = ""
+        self.endpoint = self._answer()["endpoint"]
+
+    def __enter__(self) -> WorkerProcess:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+            self.process.kill()
+        self.process.communicate()
+
+    def send(self, **order: Any) -> None:
+        """Give an order."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.flush()
+
+    def ask(self, do: str, **order: Any) -> dict[str, Any]:
+        """Give an order and wait for its answer."""
+        self.send(do=do, **order)
+        return self._answer()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process."""
+        self.process.send_signal(number)
+
+    def quit(self, timeout_s: float = 60.0) -> int:
+        """Close the worker; its exit status."""
+        _, self.log = self.process.communicate(json.dumps({"do": "quit"}) + "\n", timeout=timeout_s)
+        return self.process.returncode
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        while line := self.process.stdout.readline():
+            if line.startswith("{"):
+                return json.loads(line)
+        _, self.log = self.process.communicate()
+        raise RuntimeError(f"the worker ended with status {self.process.returncode}: {self.log}")

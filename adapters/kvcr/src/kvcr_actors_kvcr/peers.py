@@ -1,0 +1,36 @@
+"""Which peers are asked: not those that failed a short time ago, and none while too much memory is not quiet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import monotonic
+
+COOLING_S = 30.0
+
+
+class Peers:
+    """Endpoints that did not answer in time, with the end of their pause. Lives on the owner thread."""
+
+    def __init__(self, operation_s: float, is_full: Callable[[], bool]) -> None:
+        self._operation_s = operation_s
+        self._is_full = is_full
+        self._paused: dict[str, float] = {}
+
+    def refuses(self, endpoint: str) -> str | None:
+        """Why a peer is not asked now; None if it is."""
+        if self._is_full():
+            return "too much memory is not quiet: no remote reads"
+        until = self._paused.get(endpoint)
+        if until is None:
+            return None
+        if until > monotonic():
+            return f"{endpoint} failed a short time ago"
+        del self._paused[endpoint]
+        return None
+
+    def note_failure(self, endpoint: str, seconds: float) -> str:
+        """Pause a peer that took the runner's whole deadline; a refusal that came in time says nothing about it."""
+        if seconds < self._operation_s:
+            return f"{endpoint} refused"
+        self._paused[endpoint] = monotonic() + COOLING_S
+        return f"{endpoint} did not answer in time; it is not asked for {COOLING_S:g} s"

@@ -1,0 +1,63 @@
+"""What the store keeps for a request while it lives: its hint, and claims on pages delivered to confirm it."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import attrs
+from kvcr.types import ReleaseHandle
+
+from kvcr_actors.core.keys import router_key
+from kvcr_actors.types import PageKey, RequestId
+from kvcr_actors_kvcr.hints import FetchHint, HintRefusal, parse_hint
+from kvcr_actors_kvcr.options import KvcrOptions
+
+
+@attrs.define(eq=False)
+class OpenRequest:
+    """A request with a usable hint. `claims` are the owner thread's; `ended` is set once, by the loop."""
+
+    hint: FetchHint
+    claims: list[ReleaseHandle] = attrs.field(factory=list[ReleaseHandle])
+    ended: bool = False
+
+    def promises(self, key: PageKey) -> bool:
+        """Whether the hint names a page. Its hash includes the salt, so a page of another salt is never named."""
+        return router_key(key) in self.hint.hashes
+
+
+class OpenRequests:
+    """The hints of running requests, on the loop. `refused` counts hints by why they give no remote read."""
+
+    def __init__(self, options: KvcrOptions) -> None:
+        self._options = options
+        self._hosts = options.hint_hosts
+        self._open: dict[RequestId, OpenRequest] = {}
+        self.accepted = 0
+        self.refused: Counter[HintRefusal] = Counter()
+
+    def begin(self, request_id: RequestId, hints: object) -> None:
+        """Take a request's hint; one that cannot be used is counted and gives no remote read."""
+        if not self._options.control_port:
+            self.refused[HintRefusal.PEERS_OFF] += 1
+            return
+        hint = parse_hint(hints, self._hosts, move_hints=self._options.move_hints)
+        if isinstance(hint, HintRefusal):
+            self.refused[hint] += 1
+            return
+        self.accepted += 1
+        self._open[request_id] = OpenRequest(hint)
+
+    def get(self, request_id: RequestId) -> OpenRequest | None:
+        """The request, if it has a usable hint."""
+        return self._open.get(request_id)
+
+    def end(self, request_id: RequestId) -> OpenRequest | None:
+        """Discard a request's hint; the caller releases its claims."""
+        request = self._open.pop(request_id, None)
+        if request is not None:
+            request.ended = True
+        return request
+
+    def __len__(self) -> int:
+        return len(self._open)

@@ -1,0 +1,257 @@
+"""Deposit, host to store: bounded batches, bounded retries, parents before children."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import anyio
+import anyio.abc
+import attrs
+import structlog
+
+from kvcr_actors.actors.state import LoopState
+from kvcr_actors.actors.store_guard import GuardedStore
+from kvcr_actors.core.host_tier import HostPage
+from kvcr_actors.core.ledger import Claim, ClaimState
+from kvcr_actors.messages import DepositFailed, DepositPages
+from kvcr_actors.ports import BatchOutcome, PageBatch, PageOutcome
+from kvcr_actors.runtime.operation import Operation
+from kvcr_actors.types import SkipReason
+
+log = structlog.get_logger()
+
+_TERMINAL = {
+    PageOutcome.FULL: SkipReason.STORE_FULL,
+    PageOutcome.FAILED: SkipReason.STORE_FAILED,
+    PageOutcome.MISS: SkipReason.STORE_FAILED,
+}
+
+
+@attrs.define(eq=False)
+class _Order:
+    """A message on its way: which pages it asked for, its claim, and the write that may still read their memory."""
+
+    pages: Sequence[HostPage]
+    claim: Claim
+    write: Operation[BatchOutcome] | None = None
+    failed: set[HostPage] = attrs.field(factory=set[HostPage])
+
+    def size(self, page_bytes: int) -> int:
+        """Bytes of the pages."""
+        return len(self.pages) * page_bytes
+
+
+class DepositActor:
+    """Writes confirmed pages to the store, one batch at a time, in the order in which they were confirmed."""
+
+    name = "deposit"
+
+    def __init__(
+        self, state: LoopState, store: GuardedStore, tasks: anyio.abc.TaskGroup, poke: Callable[[], None]
+    ) -> None:
+        self._state = state
+        self._store = store
+        self._tasks = tasks
+        self._poke = poke
+        self._queue: deque[_Order] = deque()
+        self._current: _Order | None = None
+        self._waiting_pages = 0
+        # What waits cannot be evicted: never more than half of the host may.
+        self._limit = min(state.config.deposit_queue_pages, max(1, state.host.capacity // 2))
+        self._writer_runs = False
+        self._idle = anyio.Event()
+
+    @property
+    def busy(self) -> int:
+        """Orders that wait or are being written."""
+        return len(self._queue) + (self._current is not None)
+
+    async def handle(self, batch: Sequence[DepositPages]) -> None:
+        """Queue the pages; beyond the queue's bound they are shed, counted, and stay in host memory only."""
+        for message in batch:
+            if self._waiting_pages and self._waiting_pages + len(message.pages) > self._limit:
+                self._shed(message, SkipReason.QUEUE_FULL)
+                continue
+            self._queue.append(_Order(message.pages, message.claim))
+            self._waiting_pages += len(message.pages)
+        if self._queue and not self._writer_runs:
+            self._tasks.start_soon(self._write_all, name="deposit writer")
+            self._writer_runs = True
+
+    def abandon(self, batch: Sequence[DepositPages], error: BaseException) -> None:
+        """Shed what the writer, which has ended by now, did not give up itself."""
+        del error
+        for message in batch:
+            # One that is quarantined it gave up: a write may still read the pages.
+            if message.claim.state is ClaimState.HELD:
+                self._shed(message, SkipReason.STOPPED)
+
+    async def drain(self) -> None:
+        """Write what waits; the supervisor sets the budget."""
+        while self.busy:
+            self._idle = anyio.Event()
+            await self._idle.wait()
+
+    def describe(self) -> dict[str, Any]:
+        """What waits, for people."""
+        return {"waiting_pages": self._waiting_pages, "deposited": self._state.stats.deposit.deposited}
+
+    def _shed(self, message: DepositPages, reason: SkipReason) -> None:
+        self._state.stats.deposit.skipped[reason] += len(message.pages)
+        self._state.depositing.difference_update(message.pages)
+        message.claim.release()
+
+    async def _write_all(self) -> None:
+        try:
+            while self._queue:
+                self._current = order = self._queue.popleft()
+                await self._write_order(order)
+                self._end(order)
+        finally:
+            # Reached with orders left only when the actor stops or fails.
+            self._writer_runs = False
+            if self._current is not None:
+                self._give_up(self._current)
+            while self._queue:
+                self._give_up(self._queue.popleft())
+            self._idle.set()
+            self._poke()
+
+    def _end(self, order: _Order) -> None:
+        self._current = None
+        self._waiting_pages -= len(order.pages)
+        self._state.depositing.difference_update(order.pages)
+        self._state.release_when_quiet(order.write, order.claim, order.size(self._state.device.layout.page_bytes))
+        self._poke()
+
+    def _give_up(self, order: _Order) -> None:
+        self._state.stats.deposit.skipped[SkipReason.STOPPED] += sum(
+            not page.stored and page not in order.failed for page in order.pages
+        )
+        self._end(order)
+
+    async def _write_order(self, order: _Order) -> None:
+        pages = _with_missing_parents(order.pages)
+        path = _path(order.pages[-1]) if self._state.config.refresh_store else ()
+        if path:
+            # Before, so that the batch does not evict its own parents; after, so that the tail leaves first.
+            self._store.align(path)
+        size = min(self._state.config.deposit_batch_pages, self._store.traits.batch_pages)
+        for start in range(0, len(pages), size):
+            if order.write is not None and not order.write.is_quiet:
+                # One write that may still read its memory is all that the order's claim can wait for.
+                left = [page for page in pages[start:] if not page.stored]
+                self._fail(order, dict.fromkeys(left, SkipReason.STORE_FAILED))
+                break
+            await self._write_batch(order, pages[start : start + size])
+        if path:
+            for path in _paths(order.pages):
+                self._store.align(path)
+
+    async def _write_batch(self, order: _Order, pages: Sequence[HostPage]) -> None:
+        """Write pages whose parents are stored; retry what failed, then count it as a terminal failure."""
+        config, stats = self._state.config, self._state.stats.deposit
+        left, reasons = list(pages), dict[HostPage, SkipReason]()
+        for attempt in range(config.deposit_retries + 1):
+            # A page whose parent did not make it would never be found, so it is not written.
+            left = _whose_parents_are_stored_or_in(left)
+            if not left:
+                break
+            if attempt:
+                stats.retried += len(left)
+                await anyio.sleep(config.deposit_backoff_s * 2 ** (attempt - 1))
+            outcomes = await self._write(order, left)
+            left = self._take(left, outcomes, reasons)
+            quiet = order.write is None or order.write.is_quiet
+            if not left or not quiet or PageOutcome.FAILED not in outcomes:
+                break
+        lost = {page: reasons.get(page, SkipReason.PARENT_ABSENT) for page in pages if not page.stored}
+        self._fail(order, lost)
+
+    def _take(
+        self, pages: Sequence[HostPage], outcomes: Sequence[PageOutcome], reasons: dict[HostPage, SkipReason]
+    ) -> list[HostPage]:
+        """Note what is stored now; returns what is not, and why in `reasons`.
+
+        A page that made it without its parent counts as not stored: it is written again, for nothing, once its parent
+        is there.
+        """
+        left: list[HostPage] = []
+        for page, outcome in zip(pages, outcomes, strict=True):
+            if outcome is PageOutcome.OK and (page.parent is None or page.parent.stored):
+                page.stored = True
+                self._state.stats.deposit.deposited += 1
+            else:
+                reasons[page] = _TERMINAL.get(outcome, SkipReason.PARENT_ABSENT)
+                left.append(page)
+        return left
+
+    async def _write(self, order: _Order, pages: Sequence[HostPage]) -> Sequence[PageOutcome]:
+        batch = PageBatch(
+            keys=tuple(page.key for page in pages),
+            slots=tuple(zip(*(page.slots for page in pages), strict=True)),
+            parents=tuple(None if page.parent is None else page.parent.key for page in pages),
+        )
+        order.write = write = self._store.write(batch)
+        outcome: BatchOutcome | None = None
+        with anyio.move_on_after(self._store.traits.write_budget_s):
+            outcome = await write.outcome()
+            if PageOutcome.OK in outcome.pages:
+                await write.quiet()
+        if outcome is None:
+            log.error("deposit.deadline", pages=len(pages), seconds=self._store.traits.write_budget_s)
+            return [PageOutcome.FAILED] * len(pages)
+        if outcome.error is not None:
+            log.warning("deposit.fault", pages=len(pages), error=outcome.error)
+        return outcome.pages
+
+    def _fail(self, order: _Order, lost: Mapping[HostPage, SkipReason]) -> None:
+        order.failed.update(lost)
+        for reason in dict.fromkeys(lost.values()):
+            keys = tuple(page.key for page, why in lost.items() if why is reason)
+            self._state.stats.deposit.skipped[reason] += len(keys)
+            log.warning("deposit.failed", pages=len(keys), reason=reason.value)
+            self._state.outbox.deliver((DepositFailed(keys, reason),))
+
+
+def _with_missing_parents(pages: Sequence[HostPage]) -> list[HostPage]:
+    """The pages, each preceded by its ancestors that the store lost or never had."""
+    result: list[HostPage] = []
+    seen: set[HostPage] = set()
+    for page in pages:
+        missing: list[HostPage] = []
+        step: HostPage | None = page
+        while step is not None and step not in seen:
+            seen.add(step)
+            if not step.stored:
+                missing.append(step)
+            step = step.parent
+        result.extend(reversed(missing))
+    return result
+
+
+def _whose_parents_are_stored_or_in(pages: Sequence[HostPage]) -> list[HostPage]:
+    going: set[HostPage] = set()
+    for page in pages:
+        if page.parent is None or page.parent.stored or page.parent in going:
+            going.add(page)
+    return [page for page in pages if page in going]
+
+
+def _path(page: HostPage) -> list[bytes]:
+    """The keys from the root to a page."""
+    keys: list[bytes] = []
+    step: HostPage | None = page
+    while step is not None:
+        keys.append(step.key)
+        step = step.parent
+    keys.reverse()
+    return keys
+
+
+def _paths(pages: Sequence[HostPage]) -> list[list[bytes]]:
+    """The paths of the deepest pages: those that no other page of the order continues."""
+    parents = {page.parent for page in pages}
+    return [_path(page) for page in pages if page not in parents]

@@ -1,0 +1,244 @@
+"""Prefetch, store to host: find a request's prefix, read what the host lacks, hold it until the engine takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import anyio
+import anyio.abc
+import attrs
+import structlog
+
+from kvcr_actors.actors.reading import PrefixReader
+from kvcr_actors.actors.state import LoopState
+from kvcr_actors.core.prefetch_state import HeldPrefix, Phase
+from kvcr_actors.messages import (
+    CancelPrefetches,
+    Completion,
+    PrefetchCancelled,
+    PrefetchOrder,
+    PrefetchReady,
+    StartPrefetches,
+)
+from kvcr_actors.types import MissReason, PrefetchRequest, RequestId
+
+log = structlog.get_logger()
+
+
+@attrs.define(eq=False)
+class _Search:
+    """A prefix that a task is looking for, and how to stop the task."""
+
+    prefix: HeldPrefix
+    scope: anyio.CancelScope = attrs.field(factory=anyio.CancelScope)
+    stopped: MissReason | None = None
+
+
+class PrefetchActor:
+    """Each request ends in exactly one of: ready with an account, restored, cancelled."""
+
+    name = "prefetch"
+
+    def __init__(
+        self, state: LoopState, reader: PrefixReader | None, tasks: anyio.abc.TaskGroup, poke: Callable[[], None]
+    ) -> None:
+        self._state = state
+        self._reader = reader
+        self._tasks = tasks
+        self._poke = poke
+        self._searches: dict[RequestId, _Search] = {}
+        self._begun: set[int] = set()
+        """Requests of the batch in hand (by identity) that somebody answers, or has answered."""
+        self._expiry_runs = False
+        self._idle = anyio.Event()
+        self._watch_expiry()
+
+    @property
+    def busy(self) -> int:
+        """Requests whose prefix is being searched or read."""
+        return len(self._searches)
+
+    async def handle(self, batch: Sequence[PrefetchOrder]) -> None:
+        """Answer at once what host memory alone decides; search the store in a task a request."""
+        answers: list[Completion] = []
+        self._begun.clear()
+        try:
+            for order in batch:
+                match order:
+                    case StartPrefetches():
+                        for request in order.requests:
+                            self._start(request, answers)
+                            self._begun.add(id(request))
+                    case CancelPrefetches():
+                        for request_id in order.request_ids:
+                            self._cancel(request_id, answers)
+        finally:
+            self._state.outbox.deliver(answers)
+        self._begun.clear()
+
+    def abandon(self, batch: Sequence[PrefetchOrder], error: BaseException) -> None:
+        """End the requests of the batch that nobody follows."""
+        log.error("prefetch.abandoned", error=repr(error))
+        answers: list[Completion] = []
+        for order in batch:
+            if isinstance(order, StartPrefetches):
+                for request in order.requests:
+                    if id(request) not in self._begun and request.request_id not in self._state.prefixes:
+                        _end(self._state, self._new_prefix(request), MissReason.STOPPED, answers)
+            else:
+                for request_id in order.request_ids:
+                    self._cancel(request_id, answers)
+        self._state.outbox.deliver(answers)
+
+    async def drain(self) -> None:
+        """Cancel every search, release every prefix that stands ready, and wait for the tasks to settle."""
+        answers: list[Completion] = []
+        for request_id in self._searches:
+            self._cancel(request_id, answers, MissReason.STOPPED)
+        self._state.outbox.deliver(answers)
+        end_ready(self._state, MissReason.STOPPED)
+        while self._searches:
+            self._idle = anyio.Event()
+            await self._idle.wait()
+
+    def describe(self) -> dict[str, Any]:
+        """What is searched and what stands ready, for people."""
+        return {
+            "searching": [str(request_id) for request_id in self._searches],
+            "ready": {str(request_id): len(prefix.pages) for request_id, prefix in self._state.prefixes.items()},
+        }
+
+    def _new_prefix(self, request: PrefetchRequest) -> HeldPrefix:
+        state = self._state
+        return HeldPrefix(request, state.host, state.ledger, store_on=state.store is not None)
+
+    def _start(self, request: PrefetchRequest, answers: list[Completion]) -> None:
+        state = self._state
+        prefix = self._new_prefix(request)
+        if request.request_id in self._searches or request.request_id in state.prefixes:
+            log.error("prefetch.duplicate", request_id=request.request_id)
+            return
+        if not state.host.capacity:
+            prefix.miss = MissReason.TIER_OFF
+            self._conclude(prefix, answers)
+            return
+        found = state.host.match(request.keys)
+        state.host.touch(found)
+        if state.store is not None and state.config.refresh_store:
+            state.store.align(request.keys)
+        prefix.host_pages = len(found)
+        if state.ranks.size == 1 and (self._reader is None or len(found) == len(request.keys)):
+            prefix.extend(found)
+            self._conclude(prefix, answers)
+            return
+        search = _Search(prefix)
+        self._tasks.start_soon(self._search, search, name=f"prefetch {request.request_id}")
+        # From here on the task gives back what is held.
+        self._searches[request.request_id] = search
+        prefix.extend(found)
+
+    def _cancel(
+        self, request_id: RequestId, answers: list[Completion], reason: MissReason = MissReason.CANCELLED
+    ) -> None:
+        search = self._searches.get(request_id)
+        if search is not None:
+            search.stopped = reason
+            search.scope.cancel()
+            return
+        prefix = self._state.prefixes.pop(request_id, None)
+        if prefix is not None:
+            _end(self._state, prefix, reason, answers)
+
+    async def _search(self, search: _Search) -> None:
+        """Read what can be read by the deadline; partial results count. A cancel ends in `PrefetchCancelled`."""
+        prefix, answers = search.prefix, list[Completion]()
+        finished = False
+        try:
+            with search.scope:
+                if self._reader is not None:
+                    with anyio.move_on_after(self._state.config.prefetch_deadline_s) as deadline:
+                        await self._reader.read(prefix)
+                    if deadline.cancelled_caught:
+                        prefix.fail(MissReason.DEADLINE)
+                finished = search.stopped is None
+        finally:
+            # Reached also when the actor stops or fails: the claim goes back and the engine hears of it.
+            del self._searches[prefix.request.request_id]
+            try:
+                if finished:
+                    self._conclude(prefix, answers)
+                else:
+                    _end(self._state, prefix, search.stopped or MissReason.STOPPED, answers)
+            finally:
+                self._state.outbox.deliver(answers)
+                if not self._searches:
+                    self._idle.set()
+                self._poke()
+
+    def _conclude(self, prefix: HeldPrefix, answers: list[Completion]) -> None:
+        """Hold the prefix for the engine if it is worth a restore, else end it here."""
+        state = self._state
+        prefix.truncate(state.device.layout)
+        request_id = prefix.request.request_id
+        if prefix.beyond_device < state.config.prefetch_threshold_pages:
+            if prefix.failed:
+                _count_started(state, prefix)
+                state.stats.prefetch.failed += 1
+            prefix.end()
+            device = prefix.request.device_pages
+            account = prefix.account(device, MissReason.BELOW_THRESHOLD)
+            state.stats.settle(account)
+            answers.append(PrefetchReady(request_id, device, account))
+            return
+        _count_started(state, prefix)
+        prefix.advance(Phase.READY)
+        prefix.expires_at = anyio.current_time() + state.config.claim_lifetime_s
+        state.prefixes[request_id] = prefix
+        answers.append(PrefetchReady(request_id, len(prefix.pages)))
+        self._watch_expiry()
+
+    def _watch_expiry(self) -> None:
+        if self._state.prefixes and not self._expiry_runs:
+            self._tasks.start_soon(self._expire, name="prefetch expiry")
+            self._expiry_runs = True
+
+    async def _expire(self) -> None:
+        """End prefixes that the engine neither took nor cancelled in their life time."""
+        try:
+            while self._state.prefixes:
+                await anyio.sleep_until(min(prefix.expires_at for prefix in self._state.prefixes.values()))
+                now = anyio.current_time()
+                late = [key for key, prefix in self._state.prefixes.items() if prefix.expires_at <= now]
+                answers: list[Completion] = []
+                for request_id in late:
+                    log.warning("prefetch.expired", request_id=request_id)
+                    self._cancel(request_id, answers, MissReason.NOT_RESTORED)
+                self._state.outbox.deliver(answers)
+        finally:
+            self._expiry_runs = False
+
+
+def end_ready(state: LoopState, reason: MissReason) -> None:
+    """End every prefix that stands ready."""
+    answers: list[Completion] = []
+    for prefix in state.prefixes.values():
+        _end(state, prefix, reason, answers)
+    state.prefixes.clear()
+    state.outbox.deliver(answers)
+
+
+def _end(state: LoopState, prefix: HeldPrefix, reason: MissReason, answers: list[Completion]) -> None:
+    _count_started(state, prefix)
+    state.stats.prefetch.cancelled += 1
+    prefix.miss = reason
+    prefix.end()
+    account = prefix.account(prefix.request.device_pages, reason)
+    state.stats.settle(account)
+    answers.append(PrefetchCancelled(prefix.request.request_id, account))
+
+
+def _count_started(state: LoopState, prefix: HeldPrefix) -> None:
+    if not prefix.counted:
+        prefix.counted = True
+        state.stats.prefetch.started += 1

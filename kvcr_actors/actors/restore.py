@@ -1,0 +1,166 @@
+"""Restore, host to device: a step's orders become one submit, and their claims end when it is quiet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import anyio
+import anyio.abc
+import attrs
+import structlog
+
+from kvcr_actors.actors.state import LoopState
+from kvcr_actors.core.copy_plan import Direction, plan_copy
+from kvcr_actors.core.prefetch_state import HeldPrefix, Phase
+from kvcr_actors.messages import RestoreFinished, RestoreStep
+from kvcr_actors.ports import CopyOutcome
+from kvcr_actors.runtime.operation import Operation
+from kvcr_actors.types import NO_SLOT, Components, MissReason, RestoreOrder
+
+log = structlog.get_logger()
+
+
+@attrs.frozen(eq=False)
+class _Taken:
+    """An order and the prefix that it took over."""
+
+    order: RestoreOrder
+    prefix: HeldPrefix
+    slots: Components = ()
+
+
+class RestoreActor:
+    """Copies prefixes that stand ready to the device pages that the engine names."""
+
+    name = "restore"
+
+    def __init__(self, state: LoopState, tasks: anyio.abc.TaskGroup, poke: Callable[[], None]) -> None:
+        self._state = state
+        self._tasks = tasks
+        self._poke = poke
+        self._open = 0
+        self._idle = anyio.Event()
+
+    @property
+    def busy(self) -> int:
+        """Submits in flight."""
+        return self._open
+
+    async def handle(self, batch: Sequence[RestoreStep]) -> None:
+        """Submit each step's orders together."""
+        for step in batch:
+            self._submit(step)
+
+    def abandon(self, batch: Sequence[RestoreStep], error: BaseException) -> None:
+        """End the orders of the batch whose prefix still stands ready, as failed."""
+        log.error("restore.abandoned", error=repr(error))
+        taken: list[_Taken] = []
+        for order in (order for step in batch for order in step.orders):
+            prefix = self._state.prefixes.pop(order.request_id, None)
+            if prefix is not None:
+                prefix.advance(Phase.RESTORING)
+                taken.append(_Taken(order, prefix))
+        self._finish(taken, ok=False)
+
+    async def drain(self) -> None:
+        """Wait for the copies in flight; the supervisor sets the budget."""
+        while self._open:
+            self._idle = anyio.Event()
+            await self._idle.wait()
+
+    def describe(self) -> dict[str, Any]:
+        """Copies in flight and restored pages, for people."""
+        return {"in_flight": self._open, "restored_pages": self._state.stats.restored_pages}
+
+    def _submit(self, step: RestoreStep) -> None:
+        state = self._state
+        taken: list[_Taken] = []
+        copy: Operation[CopyOutcome] | None = None
+        handed_over = False
+        try:
+            for order in step.orders:
+                self._take(order, taken)
+            copying = [one for one in taken if one.order.count]
+            if copying:
+                plan = plan_copy(Direction.TO_DEVICE, [(one.order.pages, one.slots) for one in copying])
+                copy = state.device.submit(plan, step.fence)
+                state.stats.restore_submits += 1
+                self._tasks.start_soon(self._follow, copy, copying, name="restore")
+                self._open += 1
+            handed_over = True
+        finally:
+            if handed_over or copy is None:
+                self._finish([one for one in taken if not handed_over or not one.order.count], ok=handed_over)
+            else:
+                self._settle(copy, taken, None)
+
+    def _take(self, order: RestoreOrder, taken: list[_Taken]) -> None:
+        """Take over a ready prefix. One that was cancelled or expired has its own ending, so the order is moot."""
+        prefix = self._state.prefixes.pop(order.request_id, None)
+        if prefix is None:
+            log.info("restore.moot", request_id=order.request_id)
+            return
+        prefix.advance(Phase.RESTORING)
+        pages = prefix.pages[order.first : order.first + order.count]
+        pools = len(self._state.device.layout.pools)
+        if len(pages) < order.count or len(order.pages) != pools or order.first < prefix.request.device_pages:
+            log.error("restore.refused", request_id=order.request_id, first=order.first, count=order.count)
+            self._finish([_Taken(order, prefix)], ok=False)
+            return
+        slots = tuple(zip(*(page.slots for page in pages), strict=True)) if pages else ()
+        taken.append(_Taken(order, prefix, slots))
+
+    async def _follow(self, copy: Operation[CopyOutcome], taken: Sequence[_Taken]) -> None:
+        """Wait for the copy to be quiet: until then the engine must not reuse its pages, nor the host its slots."""
+        outcome: CopyOutcome | None = None
+        try:
+            with anyio.move_on_after(self._state.config.copy_deadline_s):
+                outcome = await copy.outcome()
+                await copy.quiet()
+            if outcome is None or not copy.is_quiet:
+                log.error("restore.deadline", orders=len(taken), seconds=self._state.config.copy_deadline_s)
+                outcome = None
+        finally:
+            # The claims stay while the copy may still read the slots.
+            self._settle(copy, taken, outcome)
+            self._open -= 1
+            if not self._open:
+                self._idle.set()
+            self._poke()
+
+    def _settle(self, copy: Operation[CopyOutcome], taken: Sequence[_Taken], outcome: CopyOutcome | None) -> None:
+        state = self._state
+        if not copy.is_quiet:
+            size = sum(one.order.count for one in taken) * state.device.layout.page_bytes
+            claim = state.ledger.take("restore", "late copy", lambda: self._finish(taken, ok=False))
+            state.release_when_quiet(copy, claim, size)
+            return
+        failed: Mapping[int, str] = {} if outcome is None else outcome.failed
+        for pool, error in failed.items():
+            log.error("restore.pool_failed", pool=state.device.layout.pools[pool].name, error=error)
+        hurt = [one for one in taken if any(slot != NO_SLOT for pool in failed for slot in one.slots[pool])]
+        self._finish([one for one in taken if one not in hurt], ok=outcome is not None)
+        self._finish(hurt, ok=False)
+
+    def _finish(self, taken: Sequence[_Taken], *, ok: bool) -> None:
+        """Release the prefixes and tell the engine how far the device has each."""
+        state = self._state
+        totals = state.stats.prefetch
+        answers: list[RestoreFinished] = []
+        for one in taken:
+            order = one.order
+            used = order.first + order.count if ok else order.first
+            if not ok:
+                totals.failed += 1
+            elif order.count:
+                totals.used += 1
+                state.stats.restored_pages += order.count
+            else:
+                totals.cancelled += 1
+            one.prefix.end()
+            drop = MissReason.NOT_RESTORED if ok else MissReason.RESTORE_FAILED
+            account = one.prefix.account(used, drop, order.first)
+            state.stats.settle(account)
+            answers.append(RestoreFinished(order.request_id, used, account))
+        state.outbox.deliver(answers)

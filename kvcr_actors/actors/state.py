@@ -1,0 +1,173 @@
+"""What lives on the loop and outlives every actor: the tiers, the claims, the ports and the counters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import anyio
+import attrs
+import structlog
+
+from kvcr_actors.actors.store_guard import GuardedStore
+from kvcr_actors.config import ControllerConfig
+from kvcr_actors.core.host_tier import HostPage, HostTier, PagesFreed, PagesRemoved, PagesStored, PageState
+from kvcr_actors.core.inventory import BlocksRemoved, BlocksStored, InventoryEvent
+from kvcr_actors.core.ledger import Claim, ClaimLedger
+from kvcr_actors.core.prefetch_state import HeldPrefix
+from kvcr_actors.core.stats import ControllerStats
+from kvcr_actors.errors import InboxClosedError, InboxFullError
+from kvcr_actors.messages import (
+    BackupAck,
+    BackUpStep,
+    Completion,
+    CopyStarted,
+    DepositPages,
+    InventoryChanged,
+    PrefetchOrder,
+    RestoreStep,
+)
+from kvcr_actors.ports import Device, Ranks
+from kvcr_actors.runtime.breath import no_breath
+from kvcr_actors.runtime.inbox import Inbox
+from kvcr_actors.runtime.operation import Operation
+from kvcr_actors.runtime.outbox import Outbox
+from kvcr_actors.types import NodeId, RequestId, SkipReason, Tier
+
+log = structlog.get_logger()
+
+_OVERFLOW_EVENTS = 1 << 16
+"""The most events that wait beside the publisher's inbox."""
+
+
+@attrs.frozen(eq=False)
+class Inboxes:
+    """The address book: one inbox an actor."""
+
+    backup: Inbox[BackUpStep]
+    confirmation: Inbox[CopyStarted]
+    deposit: Inbox[DepositPages]
+    prefetch: Inbox[PrefetchOrder]
+    restore: Inbox[RestoreStep]
+    publisher: Inbox[InventoryChanged]
+
+
+@attrs.define(eq=False)
+class LoopState:
+    """The authoritative state. It is touched on the loop's thread only, and never across an await."""
+
+    config: ControllerConfig
+    host: HostTier
+    ledger: ClaimLedger
+    stats: ControllerStats
+    device: Device
+    store: GuardedStore | None
+    ranks: Ranks
+    inboxes: Inboxes
+    outbox: Outbox[Completion]
+    breathe: Callable[[], None] = no_breath
+    """Called once a node in loops over a step (see `runtime.breath`)."""
+    prefixes: dict[RequestId, HeldPrefix] = attrs.field(factory=dict[RequestId, HeldPrefix])
+    """Prefixes that stand ready, until a restore order, a cancel or the end of their life time takes them."""
+    depositing: set[HostPage] = attrs.field(factory=set[HostPage])
+    """Pages on their way to the store."""
+    overflow: list[InventoryEvent] = attrs.field(factory=list[InventoryEvent])
+    """Events that found the publisher's inbox full or closed; it takes them next, else the assembly does at the end."""
+    _fills: dict[HostPage, anyio.Event] = attrs.field(factory=dict[HostPage, anyio.Event])
+
+    def acknowledge(self, step: int, done: Sequence[NodeId], failed: Sequence[tuple[NodeId, SkipReason]]) -> None:
+        """Tell the engine that a step's device pages may change, and count what was not backed up."""
+        for _, reason in failed:
+            self.stats.backup.skipped[reason] += 1
+        self.outbox.deliver((BackupAck(step, tuple(done), tuple(failed)),))
+
+    def commit(self, pages: Sequence[HostPage]) -> Sequence[HostPage]:
+        """Make filled pages ready; returns those that became so (see `HostTier.commit`). Publish the changes next."""
+        ready = self.host.commit(pages)
+        self._wake(ready)
+        return ready
+
+    def lacks_deposit(self, page: HostPage) -> bool:
+        """Whether the store lacks a page that is not on its way there either."""
+        return self.store is not None and not page.stored and page not in self.depositing
+
+    def abandon_unfilled(self, pages: Sequence[HostPage]) -> None:
+        """Give back the slots of the pages that were never committed."""
+        lost = [page for page in pages if page.state is PageState.FILLING]
+        if lost:
+            self.host.abandon(lost)
+            self._wake(lost)
+            self.publish_changes()
+
+    async def filled(self, page: HostPage) -> None:
+        """Wait until a FILLING page is ready or gone. The caller sets the deadline."""
+        if page.state is PageState.FILLING:
+            await self._fills.setdefault(page, anyio.Event()).wait()
+
+    def stop_waiting(self, pages: Sequence[HostPage]) -> None:
+        """Wake those who wait in `filled` for pages that will not be ready soon; they look again."""
+        self._wake(pages)
+
+    def release_when_quiet(self, operation: Operation[Any] | None, claim: Claim, size: int) -> None:
+        """End a claim now if native code no longer touches its memory (`size` bytes), else quarantine it until then."""
+        if operation is None:
+            claim.release()
+            return
+        if not operation.is_quiet:
+            claim.quarantine(size)
+            log.warning("claim.quarantined", kind=claim.kind, holder=claim.holder, bytes=size)
+        operation.when_quiet(claim.release)
+
+    def publish_changes(self) -> None:
+        """Publish what changed in the host tier, and poison freed slots where that is asked for."""
+        events: list[InventoryEvent] = []
+        for change in self.host.take_changes():
+            match change:
+                case PagesStored():
+                    events.append(BlocksStored(Tier.HOST, change.keys, change.parents))
+                case PagesRemoved():
+                    self.stats.host_evicted += len(change.keys)
+                    events.append(BlocksRemoved(Tier.HOST, change.keys))
+                case PagesFreed():
+                    self._poison(change)
+        self.publish(events)
+
+    def publish(self, events: Sequence[InventoryEvent]) -> None:
+        """Hand events to the publisher, in order; past a bound the oldest that wait are dropped, counted."""
+        if not events:
+            return
+        if not self.overflow:
+            try:
+                self.inboxes.publisher.tell(InventoryChanged(events))
+            except (InboxFullError, InboxClosedError):
+                pass
+            else:
+                return
+        self.overflow.extend(events)
+        if (excess := len(self.overflow) - _OVERFLOW_EVENTS) > 0:
+            self.stats.events_dropped += excess
+            del self.overflow[:excess]
+
+    def observe_store(self, events: Sequence[InventoryEvent]) -> None:
+        """Take a store's own events: correct what host pages believe of it, count, publish."""
+        for event in events:
+            if isinstance(event, BlocksRemoved):
+                self.stats.store_evicted += len(event.keys)
+                for key in event.keys:
+                    page = self.host.get(key)
+                    if page is not None:
+                        page.stored = False
+        self.publish(events)
+
+    def _poison(self, freed: PagesFreed) -> None:
+        if self.config.poison_freed_pages:
+            for pool, slots in enumerate(freed.slots):
+                if slots:
+                    self.device.host.poison(pool, slots)
+
+    def _wake(self, pages: Sequence[HostPage]) -> None:
+        if self._fills:
+            for page in pages:
+                event = self._fills.pop(page, None)
+                if event is not None:
+                    event.set()

@@ -1,0 +1,85 @@
+"""The store as the actors call it: a call that raises is a counted fault and a failed outcome, never an actor's end."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+
+import structlog
+
+from kvcr_actors.core.stats import ControllerStats
+from kvcr_actors.ports import BatchOutcome, PageBatch, PageOutcome, Store, StoreTraits
+from kvcr_actors.runtime.operation import Operation
+from kvcr_actors.types import PageKey, PrefetchRequest, RequestId
+
+log = structlog.get_logger()
+
+
+class GuardedStore:
+    """A `Store` behind the calls of the actors. A raising call is taken to have touched no memory."""
+
+    def __init__(self, store: Store, stats: ControllerStats) -> None:
+        self._store = store
+        self._stats = stats
+
+    @property
+    def traits(self) -> StoreTraits:
+        """What the store declares of itself."""
+        return self._store.traits
+
+    @contextmanager
+    def hinted(self, request: PrefetchRequest) -> Generator[None]:
+        """Lend the store a request's hints, if it has any, for the block."""
+        if request.hints is None:
+            yield
+            return
+        try:
+            self._store.begin_request(request.request_id, request.hints)
+        except Exception as error:  # noqa: BLE001 - a store is foreign code; the request goes on without its hints
+            self._note("begin_request", error)
+            yield
+            return
+        try:
+            yield
+        finally:
+            try:
+                self._store.end_request(request.request_id)
+            except Exception as error:  # noqa: BLE001 - as above
+                self._note("end_request", error)
+
+    def lookup(self, keys: Sequence[PageKey], request_id: RequestId) -> Operation[tuple[int, ...]]:
+        """Ask for the pools held; a fault is a miss for every key."""
+        try:
+            return self._store.lookup(keys, request_id)
+        except Exception as error:  # noqa: BLE001 - a store is foreign code; the request recomputes
+            self._note("lookup", error)
+            return Operation[tuple[int, ...]].finished((0,) * len(keys))
+
+    def read(self, batch: PageBatch, request_id: RequestId) -> Operation[BatchOutcome]:
+        """Read pages; a fault fails each of them."""
+        try:
+            return self._store.read(batch, request_id)
+        except Exception as error:  # noqa: BLE001 - as above
+            return self._failed("read", batch, error)
+
+    def write(self, batch: PageBatch) -> Operation[BatchOutcome]:
+        """Write pages; a fault fails each of them."""
+        try:
+            return self._store.write(batch)
+        except Exception as error:  # noqa: BLE001 - as above
+            return self._failed("write", batch, error)
+
+    def align(self, keys: Sequence[PageKey]) -> None:
+        """Refresh a prefix; a fault leaves it as old as it is."""
+        try:
+            self._store.align(keys)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._note("align", error)
+
+    def _failed(self, call: str, batch: PageBatch, error: Exception) -> Operation[BatchOutcome]:
+        self._note(call, error)
+        return Operation[BatchOutcome].finished(BatchOutcome((PageOutcome.FAILED,) * len(batch.keys), repr(error)))
+
+    def _note(self, call: str, error: Exception) -> None:
+        self._stats.store_faults += 1
+        log.error("store.call_raised", store=self._store.name, call=call, error=repr(error))

@@ -1,0 +1,261 @@
+"""The controller for asynchronous code: Jupyter cells, test harnesses, services. Orders are awaited."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Hashable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import attrs
+import structlog
+
+from kvcr_actors.assembly import Assembly
+from kvcr_actors.config import ControllerConfig
+from kvcr_actors.core.inventory import InventoryEvent
+from kvcr_actors.core.ledger import ClaimLedger
+from kvcr_actors.core.stats import ControllerStats
+from kvcr_actors.errors import ControllerClosedError, DeadlineError, InvalidNodeError
+from kvcr_actors.messages import (
+    BackupAck,
+    Completion,
+    ControllerFailed,
+    DepositFailed,
+    PrefetchCancelled,
+    PrefetchReady,
+    RestoreFinished,
+)
+from kvcr_actors.ports import Device, EventSink, Ranks, Store
+from kvcr_actors.ranks.single import SingleRank
+from kvcr_actors.runtime.hosts import TaskHost
+from kvcr_actors.runtime.supervisor import raising_sole_cause
+from kvcr_actors.types import BackupNode, PageKey, PrefetchRequest, RequestId, RestoreOrder
+
+log = structlog.get_logger()
+
+
+@attrs.define(eq=False)
+class _Waiter:
+    """Somebody who waits for one completion."""
+
+    arrived: anyio.Event = attrs.field(factory=anyio.Event)
+    completion: Completion | None = None
+
+
+class AsyncController:
+    """The controller as a task of the loop that runs. Made by `open_controller`, or started and closed by hand.
+
+    Start and close may happen in different tasks, such as two cells of a notebook. All methods belong to the loop's
+    thread; each await has a deadline and raises DeadlineError past it.
+    """
+
+    def __init__(
+        self,
+        config: ControllerConfig | None = None,
+        *,
+        device: Device,
+        store: Store | None = None,
+        ranks: Ranks | None = None,
+        sinks: Sequence[EventSink] = (),
+    ) -> None:
+        self.config = config or ControllerConfig()
+        self._assembly = Assembly(
+            self.config, device=device, store=store, ranks=ranks or SingleRank(), sinks=sinks, relay=True
+        )
+        self._desk = self._assembly.make_desk()
+        self._host = TaskHost(self._main)
+        self._waiters: dict[Hashable, _Waiter] = {}
+        self._ready: set[RequestId] = set()
+        """Prefixes that stand ready for a restore."""
+        self._expired: dict[RequestId, PrefetchCancelled] = {}
+        """How those ended that were given up first; kept until their restore is asked for."""
+        self._failure: str | None = None
+        self.failed_deposits: list[DepositFailed] = []
+        """Pages that stay out of the store after the last retry; the caller may clear it."""
+
+    async def start(self, timeout_s: float = 60.0) -> AsyncController:
+        """Open device and store and start the actors; raises what keeps them from starting."""
+        await self._host.start(timeout_s)
+        return self
+
+    async def close(self, timeout_s: float = 120.0) -> None:
+        """Drain and stop; a second call has nothing to do. Raises what the controller failed with, or DeadlineError."""
+        await self._host.stop(timeout_s)
+
+    async def backup(
+        self, nodes: Sequence[BackupNode], fence: object | None = None, timeout_s: float = 60.0
+    ) -> BackupAck:
+        """Back up nodes as one step, in one submit, and wait for its ack."""
+        self._check_running()
+        self._desk.write_all(nodes)
+        step = self._desk.flush_pending_backups(fence)
+        if step is None:
+            return BackupAck(0, ())
+        what = f"the ack of step {step}"
+        answer = await self._completion(("backup", step), what, timeout_s)
+        if not isinstance(answer, BackupAck):
+            raise InvalidNodeError(f"{what} was answered by {answer!r}")
+        return answer
+
+    async def prefetch(self, request: PrefetchRequest, timeout_s: float = 60.0) -> PrefetchReady:
+        """Bring a prefix to host memory. Without an account in the answer, restore or cancel it.
+
+        A caller that is cancelled meanwhile, or runs out of time, cancels the prefetch.
+        """
+        self._check_running()
+        what = f"the prefetch of {request.request_id}"
+        if ("request", request.request_id) in self._waiters or request.request_id in self._ready:
+            raise InvalidNodeError(f"{what} is awaited already, or stands ready; use another request id")
+        self._expired.pop(request.request_id, None)
+        self._desk.prefetch(request)
+        self._desk.flush_pending_backups()
+        try:
+            answer = await self._completion(("request", request.request_id), what, timeout_s)
+        except BaseException:
+            self.cancel(request.request_id)
+            raise
+        if isinstance(answer, PrefetchCancelled):
+            return PrefetchReady(request.request_id, request.device_pages, answer.account)
+        if not isinstance(answer, PrefetchReady):
+            raise InvalidNodeError(f"{what} was answered by {answer!r}; use a request id for one request at a time")
+        return answer
+
+    async def restore(
+        self, order: RestoreOrder, fence: object | None = None, timeout_s: float = 60.0
+    ) -> RestoreFinished | PrefetchCancelled:
+        """Copy a ready prefix to device pages, and wait until it is there (or was cancelled, or expired).
+
+        Past a DeadlineError the copy may still write to the device pages: do not reuse them.
+        """
+        self._check_running()
+        what = f"the restore of {order.request_id}"
+        expired = self._expired.pop(order.request_id, None)
+        if expired is not None:
+            return expired
+        if order.request_id not in self._ready:
+            raise InvalidNodeError(f"{what}: it holds nothing; await its prefetch first, and restore it once")
+        self._desk.restore(order)
+        self._ready.remove(order.request_id)
+        self._desk.flush_pending_backups(fence)
+        answer = await self._completion(("request", order.request_id), what, timeout_s)
+        if not isinstance(answer, RestoreFinished | PrefetchCancelled):
+            raise InvalidNodeError(f"{what} was answered by {answer!r}; use a request id for one request at a time")
+        return answer
+
+    def cancel(self, request_id: RequestId) -> None:
+        """End a prefetch, wherever it stands."""
+        self._ready.discard(request_id)
+        self._expired.pop(request_id, None)
+        self._desk.cancel(request_id)
+        self._desk.flush_pending_backups()
+
+    def publish(self, events: Sequence[InventoryEvent]) -> None:
+        """Publish inventory events of the engine's own tier."""
+        self._desk.publish(events)
+        self._desk.flush_pending_backups()
+
+    async def wait_quiet(self, timeout_s: float = 60.0) -> None:
+        """Wait until every actor has handled all that was handed over."""
+        self._check_running()
+        quiet = anyio.Event()
+        self._assembly.post(lambda: self._assembly.when_quiet(quiet.set))
+        with anyio.move_on_after(timeout_s):
+            await quiet.wait()
+            return
+        raise DeadlineError(f"the controller took more than {timeout_s:g} s to be quiet")
+
+    def describe(self) -> dict[str, Any]:
+        """Every actor, inbox and open claim, the tiers and the ports, as they are now."""
+        return self._assembly.describe()
+
+    def host_contents(self) -> frozenset[PageKey]:
+        """The keys that stand ready in host memory; costs time in proportion."""
+        return self._assembly.host.contents()
+
+    @property
+    def claims(self) -> ClaimLedger:
+        """The ledger of all claims, for its counters."""
+        return self._assembly.ledger
+
+    @property
+    def stats(self) -> ControllerStats:
+        """All counters, in a copy."""
+        return self._assembly.stats.merged(self._desk.stats)
+
+    async def _main(self, started: Callable[[], None], stop: anyio.Event) -> None:
+        with raising_sole_cause():
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._dispatch, name="kvcr-actors completions")
+                try:
+                    await self._assembly.main(started, stop)
+                finally:
+                    self._hand_out()
+                    self._failure = self._failure or "it was closed"
+                    for waiter in self._waiters.values():
+                        waiter.arrived.set()
+                tasks.cancel_scope.cancel()
+
+    async def _dispatch(self) -> None:
+        while True:
+            await self._assembly.outbox.wait_async()
+            self._hand_out()
+
+    def _hand_out(self) -> None:
+        for completion in self._desk.take():
+            match completion:
+                case BackupAck():
+                    self._give(("backup", completion.step), completion)
+                case PrefetchReady() | PrefetchCancelled() | RestoreFinished():
+                    self._give(("request", completion.request_id), completion)
+                case DepositFailed():
+                    self.failed_deposits.append(completion)
+                case ControllerFailed():
+                    self._failure = completion.error
+
+    def _give(self, key: Hashable, completion: Completion) -> None:
+        waiter = self._waiters.pop(key, None)
+        if waiter is None:
+            if isinstance(completion, PrefetchCancelled) and completion.request_id in self._ready:
+                self._ready.remove(completion.request_id)
+                self._expired[completion.request_id] = completion
+            log.debug("completion.unclaimed", completion=completion)
+            return
+        if isinstance(completion, PrefetchReady) and completion.account is None:
+            self._ready.add(completion.request_id)
+        waiter.completion = completion
+        waiter.arrived.set()
+
+    async def _completion(self, key: Hashable, what: str, timeout_s: float) -> Completion:
+        waiter = self._waiters[key] = _Waiter()
+        try:
+            with anyio.move_on_after(timeout_s):
+                await waiter.arrived.wait()
+        finally:
+            if self._waiters.get(key) is waiter:
+                del self._waiters[key]
+        if waiter.completion is not None:
+            return waiter.completion
+        self._check_running()
+        raise DeadlineError(f"{what} did not come within {timeout_s:g} s")
+
+    def _check_running(self) -> None:
+        if self._failure is not None or not self._host.is_running:
+            raise ControllerClosedError(f"the controller does not run: {self._failure or 'start it first'}")
+
+
+@asynccontextmanager
+async def open_controller(
+    config: ControllerConfig | None = None,
+    *,
+    device: Device,
+    store: Store | None = None,
+    ranks: Ranks | None = None,
+    sinks: Sequence[EventSink] = (),
+) -> AsyncGenerator[AsyncController]:
+    """Run a controller as a task of this loop, asyncio or trio, for the length of an `async with` block."""
+    controller = await AsyncController(config, device=device, store=store, ranks=ranks, sinks=sinks).start()
+    try:
+        yield controller
+    finally:
+        with anyio.CancelScope(shield=True):
+            await controller.close()

@@ -1,0 +1,89 @@
+"""The program around the commands: parsing, one line for each error, and the exit status."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from typing import NoReturn
+
+from cyclopts import App, CycloptsError
+
+from kvcr_actors.cli.events_command import events
+from kvcr_actors.cli.replay_command import replay
+from kvcr_actors.errors import ConfigError, KvcrActorsError, StoreError, TraceError
+from kvcr_actors.logs import configure_logging
+
+PROGRAM = "kvcr-actors"
+EXIT_HEALTHY, EXIT_UNHEALTHY, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+app = App(
+    name=PROGRAM,
+    help="A KV-cache controller for LLM inference engines, built from actors.",
+    version=lambda: version(PROGRAM),
+    suppress_keyboard_interrupt=False,
+    exit_on_error=False,
+    print_error=False,
+    result_action="return_value",
+)
+app.command(replay)
+app.command(events)
+
+
+def main() -> NoReturn:
+    """Run the command line of this process, and exit with its status."""
+    status = run(sys.argv[1:])
+    _flush_quietly()
+    sys.exit(status)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command and give its exit status: 0 healthy, 1 unhealthy, 2 bad input, 130 interrupted.
+
+    Every error that a user can mend is one line on standard error.
+    """
+    command = next((word for word in arguments if not word.startswith("-")), "")
+    name = f"{PROGRAM} {command}" if command in app else PROGRAM
+    return _guarded(lambda: _dispatch(arguments), name)
+
+
+def _dispatch(arguments: Sequence[str]) -> int:
+    configure_logging()
+    return app(arguments) or EXIT_HEALTHY
+
+
+def _guarded(call: Callable[[], int], name: str) -> int:
+    try:
+        return call()
+    except KeyboardInterrupt:
+        _complain(name, "interrupted; no output was written")
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        _mute_output()
+        return EXIT_UNHEALTHY
+    except CycloptsError as error:
+        _complain(name, f"{error}; see {name} --help")
+        return EXIT_BAD_INPUT
+    except (ConfigError, TraceError, StoreError) as error:
+        _complain(name, str(error))
+        return EXIT_BAD_INPUT
+    except KvcrActorsError as error:
+        _complain(name, f"{type(error).__name__}: {error}")
+        return EXIT_UNHEALTHY
+
+
+def _complain(name: str, message: str) -> None:
+    print(f"{name}: {' '.join(message.split())}", file=sys.stderr)
+
+
+def _flush_quietly() -> None:
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _mute_output()
+
+
+def _mute_output() -> None:
+    """The reader of standard output is gone: let what is still buffered go nowhere, at exit too."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,111 @@
+"""`kvcr-actors events tail`: what a publisher says, as a live table or as lines of JSON, and whether it adds up."""
+
+from __future__ import annotations
+
+import json as json_format
+import sys
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import msgspec
+from cyclopts import App, Parameter
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from kvcr_actors.errors import ConfigError, EventFormatError
+from kvcr_actors.events.endpoints import Endpoint
+from kvcr_actors.events.reader import EventReader
+from kvcr_actors.events.stream import Message
+from kvcr_actors.events.wire import decode_batch
+
+_SILENT_S = 5.0
+_LOOK_S = 0.25
+
+events = App(name="events", help="Look at KV events as routers see them.")
+
+
+@events.command
+def tail(
+    endpoint: Annotated[str, Parameter(help="Where the publisher binds: a port on loopback, or tcp://HOST:PORT.")],
+    /,
+    *,
+    replay: Annotated[
+        str | None, Parameter(help="Where it serves replays; without, lost batches stay lost.", show_default="none")
+    ] = None,
+    json: Annotated[bool, Parameter(help="Print a line of JSON a batch.", negative="")] = False,
+    check: Annotated[bool, Parameter(help="Exit with 1 if the events do not add up.", negative="")] = False,
+    seconds: Annotated[float | None, Parameter(help="Stop after this time.", show_default="Ctrl-C ends it")] = None,
+) -> int:
+    """Follow a publisher: rebuild its index from its events, and count gaps, replays and contradictions.
+
+    Without a replay endpoint it knows only what came after it joined, which --check calls lost.
+    """
+    if seconds is not None and not seconds > 0:
+        raise ConfigError(f"--seconds: {seconds:g} is not a time; give more than 0")
+    address = Endpoint.parse(endpoint, "ENDPOINT").at(0)
+    replays = None if replay is None else Endpoint.parse(replay, "--replay").at(0)
+    with EventReader(address, replays) as reader, _shown(reader, json=json) as show:
+        _follow(reader, show, None if seconds is None else time.monotonic() + seconds)
+    faults = reader.follower.faults
+    if json:
+        print(json_format.dumps({"end": reader.follower.describe(), "faults": faults}))
+    for fault in faults if check else ():
+        print(f"{address}: {fault}", file=sys.stderr)
+    return 1 if check and faults else 0
+
+
+def _follow(reader: EventReader, show: Callable[[Message | None], None], until: float | None) -> None:
+    silent = False
+    try:
+        while until is None or time.monotonic() < until:
+            show(reader.read(_LOOK_S))
+            if not silent and reader.silent_s > _SILENT_S:
+                print(f"nothing was heard for {_SILENT_S:g} s: is the publisher there?", file=sys.stderr)
+            silent = reader.silent_s > _SILENT_S
+    except KeyboardInterrupt:
+        return  # the usual end
+
+
+@contextmanager
+def _shown(reader: EventReader, *, json: bool) -> Generator[Callable[[Message | None], None], None, None]:
+    if json:
+        yield _print_json
+        return
+    console = Console()
+    if not console.is_terminal:
+        yield lambda message: None
+        console.print(_table(reader))
+        return
+    with Live(_table(reader), console=console, auto_refresh=False) as live:
+        yield lambda message: live.update(_table(reader), refresh=True)
+
+
+def _print_json(message: Message | None) -> None:
+    if message is None:
+        return
+    sequence, payload = message
+    line: dict[str, Any] = {"sequence": sequence, "bytes": len(payload)}
+    try:
+        batch = decode_batch(payload)
+        line |= {"timestamp": batch.ts, "rank": batch.data_parallel_rank, "events": msgspec.to_builtins(batch.events)}
+    except EventFormatError as error:
+        line["error"] = str(error)
+    print(json_format.dumps(line), flush=True)
+
+
+def _table(reader: EventReader) -> Table:
+    state = reader.follower.describe()
+    blocks: dict[str, int] = state.pop("blocks")
+    table = Table(title="KV events", show_header=False)
+    table.add_column("what")
+    table.add_column("count", justify="right")
+    for holding, count in blocks.items():
+        table.add_row(f"blocks, {holding}", f"{count:,}")
+    table.add_section()
+    for name, value in state.items():
+        table.add_row(name.replace("_", " "), f"{value:,}" if type(value) is int else str(value))
+    table.add_row("silent", f"{reader.silent_s:.1f} s")
+    return table

@@ -1,0 +1,217 @@
+"""The front door for a synchronous scheduler loop; `aio.open_controller` is the one for asynchronous code."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from time import monotonic
+from types import TracebackType
+from typing import Any, Literal, TypeAlias
+
+from kvcr_actors.assembly import Assembly
+from kvcr_actors.config import ControllerConfig
+from kvcr_actors.core.inventory import InventoryEvent
+from kvcr_actors.core.ledger import ClaimLedger
+from kvcr_actors.core.stats import ControllerStats
+from kvcr_actors.errors import ConfigError, ControllerClosedError, DeadlineError
+from kvcr_actors.messages import BackupAck, Completion
+from kvcr_actors.ports import Device, EventSink, Ranks, Store
+from kvcr_actors.ranks.single import SingleRank
+from kvcr_actors.runtime.breath import Breath, no_breath
+from kvcr_actors.runtime.hosts import InlineHost, ThreadHost
+from kvcr_actors.types import BackupNode, PageKey, PrefetchRequest, RequestId, RestoreOrder
+
+HostKind: TypeAlias = Literal["thread", "inline"]
+Loop: TypeAlias = Literal["asyncio", "trio"]
+
+
+class CacheController:
+    """The controller as a scheduler loop sees it: it appends, flushes once a step, and takes completions.
+
+    With `host="thread"` the actors run on a loop in a thread of their own; with `host="inline"` they move only inside
+    `pump`, `wait` and `close`, on the caller's thread. All methods but `close` belong to the engine's thread.
+    """
+
+    def __init__(
+        self,
+        config: ControllerConfig | None = None,
+        *,
+        device: Device,
+        store: Store | None = None,
+        ranks: Ranks | None = None,
+        sinks: Sequence[EventSink] = (),
+        host: HostKind = "thread",
+        loop: Loop = "asyncio",
+    ) -> None:
+        self.config = config or ControllerConfig()
+        threaded = host == "thread"
+        self._assembly = Assembly(
+            self.config,
+            device=device,
+            store=store,
+            ranks=ranks or SingleRank(),
+            sinks=sinks,
+            relay=threaded,
+            breathe=Breath() if threaded else no_breath,
+        )
+        self._host: ThreadHost | InlineHost
+        if host == "thread":
+            self._host = ThreadHost(self._assembly.main, backend=loop)
+        elif host == "inline":
+            self._host = InlineHost(self._assembly.main, backend=loop)
+        else:
+            raise ConfigError(f"host {host!r}: choose 'thread' or 'inline'")
+        self._desk = self._assembly.make_desk()
+        self._set_aside: list[Completion] = []
+        # The hot methods are the desk's own: a further call a node would be a third of its cost.
+        self.write = self._desk.write
+        self.flush_pending_backups = self._desk.flush_pending_backups
+
+    def start(self, timeout_s: float = 60.0) -> CacheController:
+        """Open device and store and start the actors; raises what keeps them from starting."""
+        self._host.start(timeout_s)
+        return self
+
+    def close(self, timeout_s: float = 120.0) -> None:
+        """Drain and stop; a second call has nothing to do. Completions can still be taken afterwards.
+
+        Raises what the controller failed with, or DeadlineError.
+        """
+        self._host.stop(timeout_s)
+
+    def __enter__(self) -> CacheController:
+        return self.start()
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def prefetch(self, request: PrefetchRequest) -> None:
+        """Ask for a request's prefix; it leaves with the end of the step."""
+        self._desk.prefetch(request)
+
+    def restore(self, order: RestoreOrder) -> None:
+        """Ask for a ready prefix in the device pages given; all restores of a step become one submit."""
+        self._desk.restore(order)
+
+    def cancel(self, request_id: RequestId) -> None:
+        """End a prefetch, wherever it stands; it leaves with the end of the step."""
+        self._desk.cancel(request_id)
+
+    def publish(self, events: Sequence[InventoryEvent]) -> None:
+        """Publish inventory events of the engine's own tier with the end of the step."""
+        self._desk.publish(events)
+
+    def take(self) -> list[Completion]:
+        """Everything that completed since the last call; never waits."""
+        if self._set_aside:
+            aside, self._set_aside = self._set_aside, []
+            return [*aside, *self._desk.take()]
+        return self._desk.take()
+
+    def wait(self, timeout_s: float) -> bool:
+        """For an idle engine: block until a completion can be taken, or the timeout; True if one can."""
+        if self._set_aside:
+            return True
+        if isinstance(self._host, InlineHost):
+            return self._pump_until(lambda: len(self._assembly.outbox) > 0, timeout_s)
+        return self._assembly.outbox.wait(timeout_s)
+
+    def write_back(
+        self, nodes: Sequence[BackupNode], fence: object | None = None, timeout_s: float = 30.0
+    ) -> BackupAck:
+        """Back up nodes and wait for their ack: the last resort of a write-back policy.
+
+        What is queued is flushed first, as a step of its own. DeadlineError names the step that did not end in time.
+        """
+        self.flush_pending_backups(fence)
+        self._desk.write_all(nodes)
+        step = self.flush_pending_backups(fence)
+        deadline = monotonic() + timeout_s
+        while step is not None:
+            found: BackupAck | None = None
+            for completion in self._desk.take():
+                if isinstance(completion, BackupAck) and completion.step == step:
+                    found = completion
+                else:
+                    self._set_aside.append(completion)
+            if found is not None:
+                return found
+            left = deadline - monotonic()
+            if left <= 0 or not self._wait_outbox(left):
+                raise DeadlineError(f"write_back: step {step} was not acknowledged within {timeout_s:g} s")
+        return BackupAck(0, ())
+
+    def pump(self, turns: int = 1) -> bool:
+        """Run the actors for a while on this thread (`host="inline"` only); whether something is left to run."""
+        if not isinstance(self._host, InlineHost):
+            raise ConfigError("pump: the actors run on a thread of their own; it is for host='inline'")
+        return self._host.pump(turns)
+
+    def wait_quiet(self, timeout_s: float) -> None:
+        """Wait until every actor has handled all that was handed over; DeadlineError after `timeout_s`."""
+        self._call_and_wait("to be quiet", timeout_s, self._assembly.when_quiet)
+
+    def describe(self, timeout_s: float = 5.0) -> dict[str, Any]:
+        """Every actor, inbox and open claim, the tiers and the ports, as they are now."""
+        if not self._host.is_running:
+            return self._assembly.describe()
+        answers: list[dict[str, Any]] = []
+
+        def ask(done: Callable[[], None]) -> None:
+            answers.append(self._assembly.describe())
+            done()
+
+        self._call_and_wait("to describe itself", timeout_s, ask)
+        return answers[0]
+
+    @property
+    def claims(self) -> ClaimLedger:
+        """The ledger of all claims; read its counters, exact once the controller is quiet or closed."""
+        return self._assembly.ledger
+
+    def host_contents(self, timeout_s: float = 30.0) -> frozenset[PageKey]:
+        """The keys that stand ready in host memory, for checks and tools; costs time in proportion."""
+        if not self._host.is_running:
+            return self._assembly.host.contents()
+        answers: list[frozenset[PageKey]] = []
+
+        def ask(done: Callable[[], None]) -> None:
+            answers.append(self._assembly.host.contents())
+            done()
+
+        self._call_and_wait("to list its host pages", timeout_s, ask)
+        return answers[0]
+
+    @property
+    def stats(self) -> ControllerStats:
+        """All counters, in a copy: those of the loop and those of this thread."""
+        return self._assembly.stats.merged(self._desk.stats)
+
+    def _wait_outbox(self, timeout_s: float) -> bool:
+        if isinstance(self._host, InlineHost):
+            return self._pump_until(lambda: len(self._assembly.outbox) > 0, timeout_s)
+        return self._assembly.outbox.wait(timeout_s)
+
+    def _pump_until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+        assert isinstance(self._host, InlineHost)  # noqa: S101 - for the type checker
+        host = self._host
+        try:
+            # Nothing moves in a controller that does not run: then what is there is all there will be.
+            host.pump_until(lambda: condition() or not host.is_running, timeout_s)
+        except DeadlineError:
+            return False
+        return condition()
+
+    def _call_and_wait(self, what: str, timeout_s: float, ask: Callable[[Callable[[], None]], None]) -> None:
+        """Run `ask(done)` on the loop and wait until `done` was called."""
+        done = threading.Event()
+        if not self._assembly.post(lambda: ask(done.set)):
+            raise ControllerClosedError("the controller is not running; start it first")
+        if isinstance(self._host, InlineHost):
+            answered = self._pump_until(done.is_set, timeout_s)
+        else:
+            answered = done.wait(timeout_s)
+        if not answered:
+            raise DeadlineError(f"the controller took more than {timeout_s:g} s {what}")

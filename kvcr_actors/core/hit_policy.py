@@ -1,0 +1,82 @@
+"""Which prefix lengths can be restored: each pool's hit policy turns the pages it has into a bit set of boundaries.
+
+In a bit set of pages bit `i` is page `i`; in a bit set of boundaries bit `b` is the prefix of `b` pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import assert_never
+
+from kvcr_actors.types import NO_SLOT, AllPages, BlockGroups, CacheLayout, Components, HitPolicy, TrailingPages
+
+
+def legal_boundaries(policy: HitPolicy, present: int, pages: int) -> int:
+    """Return the boundaries of a path of `pages` pages that a pool allows which has the pages `present`.
+
+    Bit 0 is always set: nothing can be restored from nothing.
+    """
+    every = (2 << pages) - 1
+    match policy:
+        case AllPages():
+            return _leading(present) & every
+        case TrailingPages(count):
+            return _trailing(present, max(1, min(count, pages))) & every
+        case BlockGroups(size):
+            ends = ((1 << (pages // size + 1) * size) - 1) // ((1 << size) - 1)
+            return _leading(present) & ends & every
+        case _:
+            assert_never(policy)
+
+
+def boundaries(masks: Sequence[int], layout: CacheLayout) -> int:
+    """Return the boundaries that every pool of the layout allows.
+
+    `masks[i]` is the bit set of the pools that have page `i`. An empty path has the boundary 0 only.
+    """
+    pages = len(masks)
+    everywhere = masks.count((1 << len(layout.pools)) - 1) == pages
+    legal = (2 << pages) - 1
+    for pool, spec in enumerate(layout.pools):
+        if not everywhere:
+            legal &= legal_boundaries(spec.policy, _presence(masks, pool), pages)
+        elif isinstance(spec.policy, BlockGroups):
+            legal &= legal_boundaries(spec.policy, (1 << pages) - 1, pages)
+    return legal
+
+
+def longest(bits: int) -> int:
+    """Return the longest boundary of a bit set in pages; 0 for an empty one (ranks that found no common boundary)."""
+    return max(0, bits.bit_length() - 1)
+
+
+def component_masks(components: Components) -> list[int]:
+    """Return for each page the bit set of the pools that keep something for it."""
+    masks = [0] * len(components[0])
+    for pool, pages in enumerate(components):
+        bit = 1 << pool
+        for index, page in enumerate(pages):
+            if page != NO_SLOT:
+                masks[index] |= bit
+    return masks
+
+
+def _presence(masks: Sequence[int], pool: int) -> int:
+    """Return the bit set of the pages that a pool has."""
+    return int("".join("1" if mask >> pool & 1 else "0" for mask in reversed(masks)) or "0", 2)
+
+
+def _leading(present: int) -> int:
+    """Return the boundaries up to the end of the leading run of pages."""
+    return present ^ (present + 1)
+
+
+def _trailing(present: int, count: int) -> int:
+    """Return the boundaries before which the last `count` pages are there, or all pages where fewer come before."""
+    legal = present << count | (1 << count) - 1
+    width = 1
+    while width < count:
+        step = min(width, count - width)
+        legal &= legal >> step
+        width += step
+    return legal

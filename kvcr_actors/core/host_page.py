@@ -1,0 +1,80 @@
+"""One page in host memory, the components on their way to it, and the changes that a tier tells of."""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING, TypeAlias
+
+import attrs
+
+from kvcr_actors.core.prefix_tree import TreePage
+from kvcr_actors.types import PageKey
+
+
+class PageState(enum.Enum):
+    """Where a host page stands."""
+
+    FILLING = "filling"
+    """It has slots, and a copy into them is to come or under way."""
+    READY = "ready"
+    GONE = "gone"
+    """It was evicted or abandoned; its slots belong to others."""
+
+
+class HostPage(TreePage):
+    """One page in host memory; `slots` has one slot a pool, `NO_SLOT` where the pool keeps nothing for it.
+
+    `mask` is the bit set of the pools that do. `stored` says whether the store is believed to have the page; whoever
+    writes to the store keeps it. The rest is for reading.
+    """
+
+    __slots__ = ("mask", "slots", "state", "stored")
+
+    if TYPE_CHECKING:
+        parent: HostPage | None
+
+    def __init__(self, key: PageKey, parent: HostPage | None, payload: tuple[int, ...], ready: bool) -> None:
+        super().__init__(key, parent, None, ready)
+        self.slots = payload
+        self.mask = 0
+        self.state = PageState.FILLING
+        self.stored = False
+
+    def __repr__(self) -> str:
+        return f"<host page {self.key.hex()[:16]}, {self.state.value}, slots {self.slots}>"
+
+
+@attrs.frozen
+class PagesStored:
+    """Pages became ready: parents first, `parents[i]` the key before `keys[i]` (None at a root)."""
+
+    keys: tuple[PageKey, ...]
+    parents: tuple[PageKey | None, ...]
+
+
+@attrs.frozen
+class PagesRemoved:
+    """Ready pages were evicted, leaves first."""
+
+    keys: tuple[PageKey, ...]
+
+
+@attrs.frozen
+class PagesFreed:
+    """Slots that were given back, for each pool, whether or not they have been handed out again."""
+
+    slots: tuple[tuple[int, ...], ...]
+
+
+HostChange: TypeAlias = PagesStored | PagesRemoved | PagesFreed
+
+
+@attrs.define(eq=False)
+class Growth:
+    """Components on their way to a page that is held: `slots` has a slot for each pool that it gains, else `NO_SLOT`.
+
+    The page is kept from eviction until the growth is over.
+    """
+
+    page: HostPage
+    slots: tuple[int, ...]

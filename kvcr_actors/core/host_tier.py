@@ -1,0 +1,332 @@
+"""The second tier: which pages stand in host memory, in which slots, and what changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import NoReturn
+
+from kvcr_actors.core.arena import SlotArena
+from kvcr_actors.core.eviction import EvictionPolicy, LruEviction
+from kvcr_actors.core.host_page import (
+    Growth,
+    HostChange,
+    HostPage,
+    PagesFreed,
+    PagesRemoved,
+    PagesStored,
+    PageState,
+)
+from kvcr_actors.core.prefix_tree import PrefixTree
+from kvcr_actors.errors import NoHostMemoryError
+from kvcr_actors.types import NO_SLOT, CacheLayout, PageKey
+
+__all__ = ["Growth", "HostChange", "HostPage", "HostTier", "PageState", "PagesFreed", "PagesRemoved", "PagesStored"]
+
+
+class HostTier:
+    """A prefix tree over host slots: `slots` slots in each pool of the layout, and at most as many pages.
+
+    Pages are reserved (FILLING), then committed (READY) or abandoned (GONE); only READY leaves without pins are
+    evicted. Misuse raises ValueError, before any change.
+    """
+
+    def __init__(self, layout: CacheLayout, slots: int, policy: EvictionPolicy[HostPage] | None = None) -> None:
+        self._tree = PrefixTree(LruEviction[HostPage]() if policy is None else policy, HostPage)
+        self._arenas = tuple(SlotArena(slots) for _ in layout.pools)
+        self._all_pools = (1 << len(layout.pools)) - 1
+        self._ready = 0
+        self._growing: dict[Growth, None] = {}
+        self._changes: list[PagesStored | PagesRemoved] = []
+        self._freed: tuple[list[int], ...] = tuple([] for _ in layout.pools)
+        self.capacity = slots
+
+    @property
+    def free_pages(self) -> int:
+        """Pages with a component in every pool that can be reserved without eviction."""
+        return min(self.capacity - len(self._tree), *(arena.free_slots for arena in self._arenas))
+
+    @property
+    def ready_pages(self) -> int:
+        """Pages whose bytes are in place."""
+        return self._ready
+
+    @property
+    def filling_pages(self) -> int:
+        """Pages that are reserved, but not committed."""
+        return len(self._tree) - self._ready
+
+    def get(self, key: PageKey) -> HostPage | None:
+        """Return the page of a key, FILLING or READY."""
+        return self._tree.get(key)
+
+    def match(self, keys: Iterable[PageKey]) -> list[HostPage]:
+        """Return the leading run of READY pages of a path, root to tail."""
+        return self._tree.match(keys)
+
+    def absent_run(self, keys: Sequence[PageKey]) -> int:
+        """Count the leading keys that are not held. More may follow one that is: pages that were cut off."""
+        for count, key in enumerate(keys):
+            if key in self._tree:
+                return count
+        return len(keys)
+
+    def touch(self, pages: Sequence[HostPage]) -> None:
+        """Make a path (root to tail) the most recently used, its tail the oldest of it."""
+        self._tree.touch(pages)
+
+    def pin(self, page: HostPage) -> None:
+        """Keep a page and all pages above it until `unpin`; pins count."""
+        self._tree.pin(page)
+
+    def unpin(self, page: HostPage) -> None:
+        """Take one pin back."""
+        self._tree.unpin(page)
+
+    def reserve(
+        self, parent: HostPage | None, keys: Sequence[PageKey], masks: Sequence[int] | None = None
+    ) -> list[HostPage]:
+        """Add FILLING pages below `parent` (None: the root), root to tail, in slots as contiguous as can be.
+
+        `masks` gives for each page the bit set of the pools that keep something for it; None is every pool. Evicts the
+        least recent leaves, only as many as are needed and never `parent` or what is above it. All or nothing:
+        NoHostMemoryError leaves everything as it was. Take the changes before the new slots are written.
+        """
+        self._check_path(parent, keys, masks)
+        needs = self._needs(len(keys), masks)
+        if parent is not None:
+            self._tree.pin(parent)
+        try:
+            self._make_room(len(keys), needs)
+        finally:
+            if parent is not None:
+                self._tree.unpin(parent)
+        pages: list[HostPage] = []
+        above = parent
+        for index, (key, slots) in enumerate(zip(keys, self._allocate(needs, len(keys), masks), strict=True)):
+            above = self._tree.insert(key, above, slots, ready=False)
+            above.mask = self._all_pools if masks is None else masks[index]
+            pages.append(above)
+        return pages
+
+    def commit(self, pages: Sequence[HostPage]) -> list[HostPage]:
+        """Make FILLING pages (parents first) READY, and return those that became so.
+
+        A page whose parent is not READY stays FILLING; the caller abandons it.
+        """
+        self._check_filling(pages)
+        ready: list[HostPage] = []
+        for page in pages:
+            if page.parent is None or page.parent.state is PageState.READY:
+                self._tree.make_ready(page)
+                page.state = PageState.READY
+                ready.append(page)
+        self._ready += len(ready)
+        self._record_stored(ready)
+        return ready
+
+    def abandon(self, pages: Sequence[HostPage]) -> None:
+        """Give up FILLING pages without pins; their memory must be quiet. FILLING pages below them stay, cut off."""
+        self._check_filling(pages)
+        if pinned := [page for page in pages if page.pins]:
+            raise ValueError(f"{pinned[0]!r} has {pinned[0].pins} pins; take them back before it is abandoned")
+        for page in pages:
+            self._tree.remove(page)
+            page.state = PageState.GONE
+        self._free([page.slots for page in pages])
+
+    def reserve_more(self, wanted: Sequence[tuple[HostPage, int]]) -> list[Growth]:
+        """Take slots for components that READY pages lack: for each page the bit set of the pools that it gains.
+
+        The pages are pinned until `grow` or `drop`. All or nothing, as `reserve`.
+        """
+        for page, mask in wanted:
+            if page.state is not PageState.READY or mask & (page.mask | ~self._all_pools):
+                raise ValueError(f"{page!r} is not ready, or pools {mask:b} are not among those that it lacks")
+        masks = [mask for _, mask in wanted]
+        needs = self._needs(len(wanted), masks)
+        for page, _ in wanted:
+            self._tree.pin(page)
+        try:
+            self._make_room(0, needs)
+        except NoHostMemoryError:
+            for page, _ in wanted:
+                self._tree.unpin(page)
+            raise
+        slots = self._allocate(needs, len(wanted), masks)
+        growths = [Growth(page, taken) for (page, _), taken in zip(wanted, slots, strict=True)]
+        self._growing.update(dict.fromkeys(growths))
+        return growths
+
+    def grow(self, growths: Sequence[Growth]) -> list[HostPage]:
+        """Give filled components to their pages, and return the pages that gained some.
+
+        What a page gained meanwhile by another growth is given back.
+        """
+        gained: list[HostPage] = []
+        spare: list[tuple[int, ...]] = []
+        for growth in growths:
+            page, before = growth.page, growth.page.mask
+            self._end_growth(growth)
+            pairs = list(zip(page.slots, growth.slots, strict=True))
+            page.slots = tuple(more if held == NO_SLOT else held for held, more in pairs)
+            spare.append(tuple(NO_SLOT if held == NO_SLOT else more for held, more in pairs))
+            page.mask = sum(1 << pool for pool, slot in enumerate(page.slots) if slot != NO_SLOT)
+            if page.mask != before:
+                gained.append(page)
+        self._free(spare)
+        return gained
+
+    def drop(self, growths: Sequence[Growth]) -> None:
+        """Give up components that were not filled; their memory must be quiet."""
+        for growth in growths:
+            self._end_growth(growth)
+        self._free([growth.slots for growth in growths])
+
+    def evict(self, count: int) -> int:
+        """Evict up to `count` pages, least recent leaves first, and return how many went."""
+        victims: list[HostPage] = []
+        while len(victims) < count and (page := self._tree.evict_one()) is not None:
+            victims.append(page)
+        self._let_go(victims)
+        return len(victims)
+
+    def clear(self) -> int:
+        """Evict every page that may be; what is pinned, filling or above such a page stays. Returns how many went."""
+        return self.evict(self._ready)
+
+    def take_changes(self) -> list[HostChange]:
+        """Return what changed since the last call: pages stored and removed in order, then the slots freed."""
+        changes: list[HostChange] = [*self._changes]
+        self._changes.clear()
+        if any(self._freed):
+            changes.append(PagesFreed(tuple(map(tuple, self._freed))))
+            for slots in self._freed:
+                slots.clear()
+        return changes
+
+    def contents(self) -> frozenset[PageKey]:
+        """Return the keys of the READY pages; costs time in proportion."""
+        return frozenset(page.key for page in self._tree if page.ready)
+
+    def check(self) -> None:
+        """Raise AssertionError if slots, pages and counts disagree; for tests, costs time in proportion."""
+        self._tree.check()
+        if self._ready != len(self.contents()) or len(self._tree) > self.capacity:
+            raise AssertionError(f"{self._ready} pages count as ready, and {len(self._tree)} are held")
+        for page in self._tree:
+            expected = PageState.READY if page.ready else PageState.FILLING
+            mask = sum(1 << pool for pool, slot in enumerate(page.slots) if slot != NO_SLOT)
+            if page.state is not expected or page.mask != mask:
+                raise AssertionError(f"{page!r}: its state or its mask {page.mask} is wrong")
+        for pool, arena in enumerate(self._arenas):
+            arena.check()
+            taken = [one.slots[pool] for one in (*self._tree, *self._growing)]
+            used = [slot for slot in taken if slot != NO_SLOT]
+            if len(set(used)) != len(used) or len(used) != arena.slots - arena.free_slots:
+                raise AssertionError(f"pool {pool}: {len(used)} slots in pages, {arena.free_slots} free")
+
+    def _check_path(self, parent: HostPage | None, keys: Sequence[PageKey], masks: Sequence[int] | None) -> None:
+        if parent is not None and self._tree.get(parent.key) is not parent:
+            raise ValueError(f"{parent!r} is gone; reserve below a page that the tier holds")
+        if taken := [key for key in keys if key in self._tree]:
+            raise ValueError(f"page {taken[0].hex()} is held already; reserve only what the tier lacks")
+        if len(set(keys)) != len(keys):
+            raise ValueError("a path names a key twice")
+        if masks is not None and (len(masks) != len(keys) or any(mask & ~self._all_pools for mask in masks)):
+            raise ValueError(f"{len(masks)} masks for {len(keys)} keys, or a mask of a pool that does not exist")
+
+    def _check_filling(self, pages: Sequence[HostPage]) -> None:
+        for page in pages:
+            if page.state is not PageState.FILLING:
+                raise ValueError(f"{page!r} is not filling; each page is committed or abandoned once")
+        if len(set(pages)) != len(pages):
+            raise ValueError("a page is named twice; each page is committed or abandoned once")
+
+    def _needs(self, count: int, masks: Sequence[int] | None) -> list[int]:
+        """Slots needed in each pool."""
+        if masks is None:
+            return [count] * len(self._arenas)
+        return [sum(mask >> pool & 1 for mask in masks) for pool in range(len(self._arenas))]
+
+    def _make_room(self, count: int, needs: list[int]) -> None:
+        """Evict until `count` pages and `needs` slots fit; if that cannot be, put every page back."""
+        short = [need - arena.free_slots for need, arena in zip(needs, self._arenas, strict=True)]
+        short.append(count - (self.capacity - len(self._tree)))
+        if count > self.capacity:
+            self._refuse(count, needs)
+        victims: list[HostPage] = []
+        while max(short) > 0:
+            page = self._tree.evict_one()
+            if page is None:
+                for victim in reversed(victims):
+                    self._tree.restore(victim)
+                self._refuse(count, needs)
+            victims.append(page)
+            short[-1] -= 1
+            for pool, slot in enumerate(page.slots):
+                short[pool] -= slot != NO_SLOT
+        self._let_go(victims)
+
+    def _refuse(self, count: int, needs: list[int]) -> NoReturn:
+        raise NoHostMemoryError(
+            f"{count} pages need {needs} slots; {[arena.free_slots for arena in self._arenas]} are free, and eviction "
+            f"cannot give enough ({self.filling_pages} of {len(self._tree)} pages are filling, others may be claimed)"
+        )
+
+    def _allocate(self, needs: list[int], count: int, masks: Sequence[int] | None) -> Iterable[tuple[int, ...]]:
+        """Take the slots, one run a pool where one is long enough, and deal them out page by page."""
+        dealt: list[Iterable[int]] = []
+        for pool, (arena, need) in enumerate(zip(self._arenas, needs, strict=True)):
+            runs = arena.allocate(need)
+            if runs is None:
+                raise AssertionError(f"pool {pool} lacks the room that was just made in it")
+            slots = chain.from_iterable(runs)
+            if masks is None or need == count:
+                dealt.append(slots)
+            else:
+                dealt.append([next(slots) if mask >> pool & 1 else NO_SLOT for mask in masks])
+        return zip(*dealt, strict=True)
+
+    def _let_go(self, victims: Sequence[HostPage]) -> None:
+        """Finish evictions: the pages are out of the tree already."""
+        if not victims:
+            return
+        for page in victims:
+            page.state = PageState.GONE
+        self._ready -= len(victims)
+        keys = tuple(page.key for page in victims)
+        last = self._changes[-1] if self._changes else None
+        if isinstance(last, PagesRemoved):
+            self._changes[-1] = PagesRemoved(last.keys + keys)
+        else:
+            self._changes.append(PagesRemoved(keys))
+        self._free([page.slots for page in victims])
+
+    def _record_stored(self, pages: Sequence[HostPage]) -> None:
+        if not pages:
+            return
+        keys = tuple(page.key for page in pages)
+        parents = tuple(None if page.parent is None else page.parent.key for page in pages)
+        last = self._changes[-1] if self._changes else None
+        if isinstance(last, PagesStored):
+            self._changes[-1] = PagesStored(last.keys + keys, last.parents + parents)
+        else:
+            self._changes.append(PagesStored(keys, parents))
+
+    def _end_growth(self, growth: Growth) -> None:
+        if growth not in self._growing:
+            raise ValueError(f"the growth of {growth.page!r} is over; each is used or dropped once")
+        del self._growing[growth]
+        self._tree.unpin(growth.page)
+
+    def _free(self, freed: Sequence[tuple[int, ...]]) -> None:
+        """Give slots back, one tuple a page, neighbours as one run."""
+        for pool, arena in enumerate(self._arenas):
+            slots = sorted(page[pool] for page in freed if page[pool] != NO_SLOT)
+            self._freed[pool].extend(slots)
+            first = 0
+            for index in range(1, len(slots) + 1):
+                if index == len(slots) or slots[index] != slots[index - 1] + 1:
+                    arena.free(slots[first], index - first)
+                    first = index

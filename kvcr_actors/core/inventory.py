@@ -1,0 +1,115 @@
+"""Inventory events, and the index that rebuilds every tier's content from them alone."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping
+from typing import TypeAlias, assert_never
+
+import attrs
+
+from kvcr_actors.types import PageKey, Tier
+
+
+class Ownership(enum.StrEnum):
+    """Who holds the copy that an event speaks of: the engine and its controller, or a store of its own."""
+
+    ENGINE = "engine"
+    STORE = "store"
+
+
+@attrs.frozen
+class BlocksStored:
+    """Copies came to be in a tier: `keys` root to tail, `parents[i]` the key before `keys[i]` (None at a root)."""
+
+    tier: Tier
+    keys: tuple[PageKey, ...]
+    parents: tuple[PageKey | None, ...]
+    ownership: Ownership = Ownership.ENGINE
+
+
+@attrs.frozen
+class BlocksRemoved:
+    """Copies went from a tier: `keys` leaves first."""
+
+    tier: Tier
+    keys: tuple[PageKey, ...]
+    ownership: Ownership = Ownership.ENGINE
+
+
+@attrs.frozen
+class TierCleared:
+    """Every copy in a tier went at once."""
+
+    tier: Tier
+    ownership: Ownership = Ownership.ENGINE
+
+
+InventoryEvent: TypeAlias = BlocksStored | BlocksRemoved | TierCleared
+
+
+Holding: TypeAlias = tuple[Tier, Ownership]
+"""Whose copies in which tier: events of one holding say nothing of another."""
+
+
+class InventoryIndex:
+    """The content of each tier as its events tell it.
+
+    A store's own copies (`Ownership.STORE`) are kept apart from the engine's, also within one tier.
+    `anomalies` counts what a correct stream never has: a stored key stored again, an absent one removed.
+    """
+
+    def __init__(self) -> None:
+        self._content: dict[Holding, dict[PageKey, PageKey | None]] = {
+            (tier, owner): {} for tier in Tier for owner in Ownership
+        }
+        self.anomalies = 0
+        self.applied = 0
+
+    def __len__(self) -> int:
+        return sum(map(len, self._content.values()))
+
+    def publish(self, events: Iterable[InventoryEvent]) -> None:
+        """Apply events in order."""
+        for event in events:
+            self.apply(event)
+
+    def apply(self, event: InventoryEvent) -> None:
+        """Apply one event."""
+        self.applied += 1
+        content = self._content[event.tier, event.ownership]
+        match event:
+            case BlocksStored():
+                for key, parent in zip(event.keys, event.parents, strict=True):
+                    self.anomalies += key in content
+                    content[key] = parent
+            case BlocksRemoved():
+                for key in event.keys:
+                    self.anomalies += key not in content
+                    content.pop(key, None)
+            case TierCleared():
+                content.clear()
+            case _:
+                assert_never(event)
+
+    def keys(self, tier: Tier) -> frozenset[PageKey]:
+        """The keys that a tier holds, whoever owns them."""
+        return frozenset[PageKey]().union(*(self._content[tier, owner] for owner in Ownership))
+
+    def residents(self, tier: Tier) -> frozenset[PageKey]:
+        """The keys of one of the controller's tiers: a store's own copies are the store's, wherever they lie."""
+        if tier is not Tier.STORE:
+            return frozenset(self._content[tier, Ownership.ENGINE])
+        own = (self._content[other, Ownership.STORE] for other in Tier)
+        return frozenset(self._content[tier, Ownership.ENGINE]).union(*own)
+
+    def holding(self, tier: Tier, ownership: Ownership) -> Mapping[PageKey, PageKey | None]:
+        """One owner's copies in a tier, each with its parent, in the order in which they came; it changes."""
+        return self._content[tier, ownership]
+
+    def parent(self, tier: Tier, key: PageKey) -> PageKey | None:
+        """The parent that a held key was stored with; KeyError if the tier does not hold it."""
+        for owner in Ownership:
+            if key in self._content[tier, owner]:
+                return self._content[tier, owner][key]
+        raise KeyError(key)

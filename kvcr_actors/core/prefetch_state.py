@@ -1,0 +1,126 @@
+"""A request's prefix on its way from the store to the device: which host pages it holds, and its account."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+import attrs
+
+from kvcr_actors.core.accounting import PrefixOutcome, RequestAccount, settle
+from kvcr_actors.core.hit_policy import boundaries, longest
+from kvcr_actors.core.host_tier import HostPage, HostTier
+from kvcr_actors.core.ledger import Claim, ClaimLedger
+from kvcr_actors.types import CacheLayout, MissReason, PrefetchRequest
+
+
+class Phase(enum.Enum):
+    """Where a prefix stands; each phase leads to the ones listed in `_NEXT` only."""
+
+    SEARCHING = "searching"
+    READY = "ready"
+    RESTORING = "restoring"
+    ENDED = "ended"
+
+
+_NEXT = {
+    Phase.SEARCHING: (Phase.READY, Phase.ENDED),
+    Phase.READY: (Phase.RESTORING, Phase.ENDED),
+    Phase.RESTORING: (Phase.ENDED,),
+    Phase.ENDED: (),
+}
+
+
+@attrs.define(eq=False)
+class HeldPrefix:
+    """The leading pages of a request that stand in host memory, protected by one claim on the deepest of them.
+
+    Only leaves are evicted, so one pin protects the whole path. The claim is taken with the first page and released
+    by `end`, once, whatever the phase.
+    """
+
+    request: PrefetchRequest
+    host: HostTier
+    ledger: ClaimLedger
+    store_on: bool
+    phase: Phase = Phase.SEARCHING
+    pages: list[HostPage] = attrs.field(factory=list[HostPage])
+    host_pages: int = 0
+    """Pages that the host had when the request came."""
+    miss: MissReason = MissReason.ABSENT
+    expires_at: float = 0.0
+    failed: bool = False
+    """Whether a store operation failed on the way."""
+    counted: bool = False
+    """Whether it counts as a started prefetch: it held, or tried to read, pages that the device lacks."""
+    _claim: Claim | None = None
+    _pinned: HostPage | None = None
+
+    def advance(self, phase: Phase) -> None:
+        """Move on; an illegal transition is a bug of the caller and raises RuntimeError."""
+        if phase not in _NEXT[self.phase]:
+            raise RuntimeError(f"request {self.request.request_id}: {self.phase.value} cannot become {phase.value}")
+        self.phase = phase
+
+    def extend(self, pages: Sequence[HostPage]) -> None:
+        """Add the next pages (root to tail, ready) and move the claim to the deepest."""
+        if not pages:
+            return
+        self.pages.extend(pages)
+        tail = pages[-1]
+        self.host.pin(tail)
+        if self._pinned is not None:
+            self.host.unpin(self._pinned)
+        self._pinned = tail
+        if self._claim is None:
+            self._claim = self.ledger.take("prefetch", self.request.request_id, self._unpin)
+
+    def fail(self, reason: MissReason) -> None:
+        """Note why the store could not give the next page."""
+        self.failed = True
+        self.miss = reason
+
+    def truncate(self, layout: CacheLayout) -> None:
+        """Keep only the longest part that every pool can restore; what goes was INCOMPLETE."""
+        count = longest(boundaries([page.mask for page in self.pages], layout))
+        if count < len(self.pages):
+            self.miss = MissReason.INCOMPLETE
+            del self.pages[count:]
+
+    @property
+    def beyond_device(self) -> int:
+        """Pages held that the device lacks."""
+        return max(0, len(self.pages) - self.request.device_pages)
+
+    @property
+    def claim(self) -> Claim | None:
+        """The claim on the pages; None while there are none."""
+        return self._claim
+
+    def end(self) -> None:
+        """Enter the last phase and release the claim."""
+        self.advance(Phase.ENDED)
+        if self._claim is not None:
+            self._claim.release()
+
+    def account(self, used: int, drop: MissReason, device: int | None = None) -> RequestAccount:
+        """Account for the request: the device has its prefix up to page `used` and had `device` of it by itself."""
+        total = len(self.request.keys)
+        device = self.request.device_pages if device is None else min(device, total)
+        return settle(
+            PrefixOutcome(
+                total=total,
+                device=device,
+                host=min(self.host_pages, len(self.pages)),
+                ready=len(self.pages),
+                used=used,
+                miss=self.miss,
+                drop=drop,
+                store_on=self.store_on,
+            )
+        )
+
+    def _unpin(self) -> None:
+        if self._pinned is not None:
+            self.host.unpin(self._pinned)
+            self._pinned = None

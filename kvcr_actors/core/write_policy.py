@@ -1,0 +1,164 @@
+"""What an engine hands to the host tier, and when: nodes by write policy, and what their acks mean.
+
+An engine keeps its pages in a `PrefixTree` of `SavedPage`s, and asks `WriteBook` at each finish, at each eviction and
+once a step. The book makes nodes, parents first, and pins each node's deepest page until its ack.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any, Generic, TypeVar
+
+import attrs
+
+from kvcr_actors.core.prefix_tree import PrefixTree, TreePage
+from kvcr_actors.errors import ConfigError
+from kvcr_actors.types import BackupNode, Components, NodeId, PageKey, SkipReason, WritePolicy
+
+
+class Backup(enum.Enum):
+    """What the engine believes of a page's copy in host memory."""
+
+    NONE = "none"
+    PENDING = "pending"
+    DONE = "done"
+    REFUSED = "refused"
+    """It was not to be had when the page had to go; the page goes without."""
+
+
+class SavedPage(TreePage):
+    """A page on the device: how often it was asked for, and its backup. `payload` is the engine's."""
+
+    __slots__ = ("backup", "hits")
+
+    def __init__(self, key: PageKey, parent: Any, payload: Any, ready: bool) -> None:
+        super().__init__(key, parent, payload, ready)
+        self.hits = 0
+        self.backup = Backup.NONE
+
+
+PageT = TypeVar("PageT", bound=SavedPage)
+
+
+@attrs.frozen
+class WriteSettings:
+    """A policy and its numbers: `hits` is for selective, `watermark` (a share of the device's pages) for write-back."""
+
+    policy: WritePolicy = WritePolicy.WRITE_THROUGH
+    hits: int = 2
+    """A page is backed up when it was asked for this often."""
+    watermark: float = 0.1
+    """Pages are backed up ahead until eviction could free this share of the device without waiting."""
+
+    def __attrs_post_init__(self) -> None:
+        if self.hits < 1 or not 0 <= self.watermark <= 1:
+            raise ConfigError(f"hits {self.hits} must be 1 or more, watermark {self.watermark} a share from 0 to 1")
+
+
+class WriteBook(Generic[PageT]):
+    """Makes nodes of the pages of a tree that lack a backup. `components` gives the device pages of a run of pages."""
+
+    def __init__(
+        self, tree: PrefixTree[PageT], components: Callable[[Sequence[PageT]], Components], settings: WriteSettings
+    ) -> None:
+        self._tree = tree
+        self._components = components
+        self._settings = settings
+        self._ids = count(1)
+        self._open: dict[NodeId, Sequence[PageT]] = {}
+
+    @property
+    def open_nodes(self) -> int:
+        """Nodes that wait for their ack."""
+        return len(self._open)
+
+    def finished(self, path: Sequence[PageT]) -> BackupNode | None:
+        """The node that a finished request's path (root to tail) calls for, if any."""
+        if self._settings.policy is WritePolicy.WRITE_BACK:
+            return None
+        if self._settings.policy is WritePolicy.SELECTIVE:
+            path = [page for page in path if page.hits >= self._settings.hits]
+        return self._node(path)
+
+    def ahead(self, capacity: int, free: int) -> list[BackupNode]:
+        """With write-back, once a step: nodes for what eviction would take to free the watermark's share."""
+        return self._leaving(int(capacity * self._settings.watermark) - free)
+
+    def blocking(self, wanted: int) -> list[BackupNode]:
+        """With write-back, before `wanted` pages are evicted: nodes whose acks eviction must wait for; none if none.
+
+        Ask again after the acks, until there are none.
+        """
+        return self._leaving(wanted)
+
+    def acknowledge(self, done: Sequence[NodeId], failed: Sequence[tuple[NodeId, SkipReason]]) -> None:
+        """Note what the host has now, and let the pages go."""
+        for node_id in done:
+            self._settle(node_id, Backup.DONE)
+        for node_id, reason in failed:
+            pages = self._settle(node_id, self._after_failure(reason))
+            if reason is SkipReason.PARENT_ABSENT:
+                # The host let the parents go: the next node of this path begins where they began.
+                for page in path_of(pages[0])[:-1]:
+                    if page.backup is Backup.DONE:
+                        page.backup = Backup.NONE
+
+    def _leaving(self, wanted: int) -> list[BackupNode]:
+        if self._settings.policy is not WritePolicy.WRITE_BACK:
+            return []
+        nodes = [self._node(path_of(page)) for page in self._unsaved_victims(wanted)]
+        return [node for node in nodes if node is not None]
+
+    def _unsaved_victims(self, wanted: int) -> list[PageT]:
+        """Of the next `wanted` pages that eviction would take, those without a backup. Nothing is changed."""
+        victims: list[PageT] = []
+        while len(victims) < wanted and (page := self._tree.evict_one()) is not None:
+            victims.append(page)
+        for page in reversed(victims):
+            self._tree.restore(page)
+        return [page for page in victims if page.backup is Backup.NONE]
+
+    def _after_failure(self, reason: SkipReason) -> Backup:
+        # Write-back asks only when a page must go: it goes, and is computed again when it is asked for.
+        leaves = self._settings.policy is WritePolicy.WRITE_BACK and reason is not SkipReason.PARENT_ABSENT
+        return Backup.REFUSED if leaves else Backup.NONE
+
+    def _node(self, path: Sequence[PageT]) -> BackupNode | None:
+        first = next((index for index, page in enumerate(path) if page.backup is Backup.NONE), None)
+        if first is None:
+            return None
+        pages = path[first:]
+        for page in pages:
+            if page.backup is Backup.NONE:
+                page.backup = Backup.PENDING
+        self._tree.pin(pages[-1])
+        parent = pages[0].parent
+        node = BackupNode(
+            node_id=next(self._ids),
+            keys=tuple(page.key for page in pages),
+            pages=self._components(pages),
+            parent=None if parent is None else parent.key,
+        )
+        self._open[node.node_id] = pages
+        return node
+
+    def _settle(self, node_id: NodeId, backup: Backup) -> Sequence[PageT]:
+        pages = self._open.pop(node_id)
+        for page in pages:
+            if page.backup is Backup.PENDING or backup is Backup.DONE:
+                page.backup = backup
+        self._tree.unpin(pages[-1])
+        return pages
+
+
+def path_of(page: PageT) -> list[PageT]:
+    """The pages from the root to a page."""
+    path: list[PageT] = []
+    step: PageT | None = page
+    while step is not None:
+        path.append(step)
+        step = step.parent
+    path.reverse()
+    return path

@@ -1,0 +1,197 @@
+"""The engine's side of the hand-off: what its scheduler thread does, and nothing else.
+
+A step appends to lists, posts one message an actor and rings one bell, last. No lock is taken, no future made, no
+tensor touched; a node costs one append.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvcr_actors.actors.state import Inboxes
+from kvcr_actors.core.accounting import PrefixOutcome, RequestAccount, settle
+from kvcr_actors.core.inventory import InventoryEvent
+from kvcr_actors.core.stats import ControllerStats
+from kvcr_actors.errors import InboxClosedError, InboxFullError, InvalidNodeError
+from kvcr_actors.messages import (
+    BackupAck,
+    BackUpStep,
+    CancelPrefetches,
+    Completion,
+    InventoryChanged,
+    PrefetchCancelled,
+    PrefetchReady,
+    RestoreStep,
+    StartPrefetches,
+)
+from kvcr_actors.runtime.outbox import Outbox
+from kvcr_actors.types import BackupNode, MissReason, PrefetchRequest, RequestId, RestoreOrder, SkipReason
+
+
+class EngineDesk:
+    """Collects one step's orders and hands them over. All methods belong to one thread, the engine's.
+
+    `stats` counts what is refused here, because an inbox is full or the controller has stopped: each such order still
+    ends in exactly one completion.
+    """
+
+    def __init__(
+        self,
+        inboxes: Inboxes,
+        outbox: Outbox[Completion],
+        ring: Callable[[], None],
+        *,
+        pools: int,
+        host_on: bool,
+        store_on: bool,
+    ) -> None:
+        self._inboxes = inboxes
+        self._outbox = outbox
+        self._ring = ring
+        self._pools = pools
+        self._host_on = host_on
+        self._store_on = store_on
+        self._step = 0
+        self._nodes: list[BackupNode] = []
+        self._requests: list[PrefetchRequest] = []
+        self._orders: list[RestoreOrder] = []
+        self._cancels: list[RequestId] = []
+        self._events: list[InventoryEvent] = []
+        self._has_orders = False
+        self.stats = ControllerStats()
+
+    def write(self, node: BackupNode, flush: bool = True) -> None:
+        """Queue a node for the step's one submit; with `flush` the step ends here. InvalidNodeError for wrong pools."""
+        if len(node.pages) != self._pools:
+            raise InvalidNodeError(f"node {node.node_id} lists {len(node.pages)} pools; the layout has {self._pools}")
+        if self._host_on:
+            self._nodes.append(node)
+        if flush:
+            self.flush_pending_backups()
+
+    def write_all(self, nodes: Sequence[BackupNode]) -> None:
+        """Queue nodes for the step's one submit; InvalidNodeError for wrong pools of any, and none is queued."""
+        for node in nodes:
+            if len(node.pages) != self._pools:
+                raise InvalidNodeError(
+                    f"node {node.node_id} lists {len(node.pages)} pools; the layout has {self._pools}"
+                )
+        if self._host_on:
+            self._nodes.extend(nodes)
+
+    def flush_pending_backups(self, fence: object | None = None) -> int | None:
+        """End the step: hand over everything queued, with the fence that its copies must wait for on the device.
+
+        Returns the step's number if it has nodes (its `BackupAck` names it), else None. With nothing queued it does
+        nothing.
+        """
+        step = None
+        if self._nodes:
+            step = self._step = self._step + 1
+            nodes, self._nodes = self._nodes, []
+            try:
+                self._inboxes.backup.post(BackUpStep(step, nodes, fence))
+            except (InboxFullError, InboxClosedError) as refusal:
+                self._refuse_nodes(step, nodes, refusal)
+        elif not self._has_orders:
+            return None
+        if self._has_orders:
+            self._hand_over_orders(fence)
+        self._ring()
+        return step
+
+    def prefetch(self, request: PrefetchRequest) -> None:
+        """Queue a prefetch; it leaves with the end of the step."""
+        self._requests.append(request)
+        self._has_orders = True
+
+    def restore(self, order: RestoreOrder) -> None:
+        """Queue a restore of a prefix that is ready; all restores of a step become one submit."""
+        if len(order.pages) != self._pools:
+            raise InvalidNodeError(
+                f"restore of {order.request_id} lists {len(order.pages)} pools; the layout has {self._pools}"
+            )
+        self._orders.append(order)
+        self._has_orders = True
+
+    def cancel(self, request_id: RequestId) -> None:
+        """Queue the end of a prefetch, wherever it stands; one of this same step ends here."""
+        self._cancels.append(request_id)
+        self._has_orders = True
+        for request in self._requests:
+            if request.request_id == request_id:
+                self._requests.remove(request)
+                self.stats.prefetch.started += 1
+                self.stats.prefetch.cancelled += 1
+                account = self._refused(request, MissReason.CANCELLED)
+                self._outbox.deliver((PrefetchCancelled(request_id, account),))
+                return
+
+    def publish(self, events: Sequence[InventoryEvent]) -> None:
+        """Queue inventory events of the engine's own tier; they leave with the end of the step, in order."""
+        self._events.extend(events)
+        self._has_orders = True
+
+    def take(self) -> list[Completion]:
+        """Everything that completed since the last call; never waits."""
+        return self._outbox.take()
+
+    def _hand_over_orders(self, fence: object | None) -> None:
+        self._has_orders = False
+        inboxes = self._inboxes
+        if self._events:
+            events, self._events = self._events, []
+            try:
+                inboxes.publisher.post(InventoryChanged(events))
+            except (InboxFullError, InboxClosedError):
+                self.stats.events_dropped += len(events)
+        if self._orders:
+            orders, self._orders = self._orders, []
+            try:
+                inboxes.restore.post(RestoreStep(orders, fence))
+            except (InboxFullError, InboxClosedError):
+                # Their prefixes are still held: a cancel ends them the same way.
+                self._cancels.extend(order.request_id for order in orders)
+        if self._cancels:
+            try:
+                inboxes.prefetch.post(CancelPrefetches(tuple(self._cancels)))
+                self._cancels.clear()
+            except InboxFullError:
+                self._has_orders = True  # the next step tries again
+            except InboxClosedError:
+                self._cancels.clear()  # the stop ends them
+        if self._requests:
+            requests, self._requests = self._requests, []
+            try:
+                inboxes.prefetch.post(StartPrefetches(requests))
+            except (InboxFullError, InboxClosedError) as refusal:
+                self._refuse_requests(requests, refusal)
+
+    def _refuse_nodes(self, step: int, nodes: Sequence[BackupNode], refusal: Exception) -> None:
+        full = isinstance(refusal, InboxFullError)
+        reason = SkipReason.QUEUE_FULL if full else SkipReason.STOPPED
+        self.stats.backup.skipped[reason] += len(nodes)
+        self._outbox.deliver((BackupAck(step, (), tuple((node.node_id, reason) for node in nodes)),))
+
+    def _refuse_requests(self, requests: Sequence[PrefetchRequest], refusal: Exception) -> None:
+        reason = MissReason.QUEUE_FULL if isinstance(refusal, InboxFullError) else MissReason.STOPPED
+        for request in requests:
+            account = self._refused(request, reason)
+            self._outbox.deliver((PrefetchReady(request.request_id, request.device_pages, account),))
+
+    def _refused(self, request: PrefetchRequest, reason: MissReason) -> RequestAccount:
+        """Account for a request that never left: all beyond the device was missed for one reason."""
+        device = request.device_pages
+        account = settle(
+            PrefixOutcome(
+                total=len(request.keys),
+                device=device,
+                host=device,
+                ready=device,
+                used=device,
+                miss=reason,
+                store_on=self._store_on,
+            )
+        )
+        self.stats.settle(account)
+        return account

@@ -1,0 +1,77 @@
+"""Every exception that the package raises on purpose; each says who must act, and on what."""
+
+
+class KvcrActorsError(Exception):
+    """The base of all errors of this package."""
+
+
+class ConfigError(KvcrActorsError):
+    """A configuration value, key or combination is refused. The caller changes the configuration."""
+
+
+class InvalidNodeError(KvcrActorsError):
+    """A node, request or order is malformed. The engine adapter that built it is at fault."""
+
+
+class KeyFormatError(KvcrActorsError):
+    """A key, or what it is made from, has the wrong form. Whoever passed it is at fault."""
+
+
+class UnsupportedPlatformError(KvcrActorsError):
+    """The package runs on Linux only, and this is another system."""
+
+
+class NoHostMemoryError(KvcrActorsError):
+    """The host tier cannot give the slots asked for, even by evicting all that may be evicted."""
+
+
+class ClaimError(KvcrActorsError):
+    """A claim was released twice, or is not known to the ledger. The holder is at fault."""
+
+
+class InboxFullError(KvcrActorsError):
+    """An inbox is at its limit. The sender decides what to shed; it never waits."""
+
+
+class InboxClosedError(KvcrActorsError):
+    """An actor takes no more messages because its runtime is stopping."""
+
+
+class ActorEscalatedError(KvcrActorsError):
+    """An actor failed more often than its restart budget allows; the controller stops."""
+
+
+class ControllerClosedError(KvcrActorsError):
+    """The controller was closed, or failed; the cause is chained. Open a new one."""
+
+
+class DeadlineError(KvcrActorsError):
+    """A wait reached its deadline. The message names what was awaited."""
+
+
+class DeviceError(KvcrActorsError):
+    """A device refused or failed a submit."""
+
+
+class StoreError(KvcrActorsError):
+    """A store cannot be opened or failed as a whole (one page's failure is an outcome, not an error)."""
+
+
+class StoreLockedError(StoreError):
+    """Another process holds the store's folder."""
+
+
+class StoreFormatError(StoreError):
+    """The store's folder was written in a format that this version does not read."""
+
+
+class TraceError(KvcrActorsError):
+    """A trace cannot be read; the message names the file and the line."""
+
+
+class EventFormatError(KvcrActorsError):
+    """A KV event message cannot be read. Its publisher is at fault."""
+
+
+class EventEndpointError(ConfigError):
+    """An event socket cannot be opened; the message names the endpoint and what to do."""

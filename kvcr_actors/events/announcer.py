@@ -1,0 +1,222 @@
+"""From inventory events to wire events: in an order that readers can follow, each block with what it was made from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from kvcr_actors.core.inventory import (
+    BlocksRemoved,
+    BlocksStored,
+    Holding,
+    InventoryEvent,
+    InventoryIndex,
+    Ownership,
+    TierCleared,
+)
+from kvcr_actors.core.keys import router_key
+from kvcr_actors.core.ordering import leaves_first, parents_first
+from kvcr_actors.events.chain import Chain, Limits
+from kvcr_actors.events.contexts import ContextSource
+from kvcr_actors.events.wire import AllBlocksCleared, BlockRemoved, Dialect, WireEvent, WireHash
+from kvcr_actors.types import PageKey, Tier
+
+_Parents = Mapping[PageKey, PageKey | None]
+
+
+@attrs.define
+class AnnounceTotals:
+    """Blocks by what became of them."""
+
+    stored: int = 0
+    restated: int = 0
+    """Of those: announced before, but cut off from their readers meanwhile."""
+    removed: int = 0
+    unknown: int = 0
+    """Stored, and not announced: nobody said what they were computed from."""
+    inexpressible: int = 0
+    """Not announced: the dialect has no words for them, or they do not fit one event."""
+
+
+class Announcer:
+    """Applies events to an index, and says in wire events what a reader must change to follow it.
+
+    A block whose context is unknown is silent until an event names it again, in any tier, with its context known.
+    A device block whose parent a reader lacks is cut off there; it is stated again once the parent is.
+    """
+
+    def __init__(self, dialect: Dialect, contexts: ContextSource, limits: Limits) -> None:
+        self.totals = AnnounceTotals()
+        self._dialect = dialect
+        self._contexts = contexts
+        self._limits = limits
+        self._silent: dict[Holding, dict[PageKey, PageKey | None]] = {
+            (tier, owner): {} for tier in Tier for owner in Ownership
+        }
+        self._children: dict[PageKey, int] = {}
+        self._cut_off: dict[PageKey, PageKey | None] = {}
+
+    def apply(self, event: InventoryEvent, index: InventoryIndex) -> list[WireEvent]:
+        """Apply one event to the index and give the wire events for it."""
+        holding = (event.tier, event.ownership)
+        held = index.holding(*holding)
+        match event:
+            case BlocksStored():
+                pages = dict(zip(event.keys, event.parents, strict=True))
+                fresh = {key: pages[key] for key in parents_first(pages) if key not in held}
+                known = self._known_by_now(event.keys)
+                index.apply(event)
+                told = list(self._announce(holding, fresh, held))
+                for other, late in known.items():
+                    told.extend(self._announce(other, late, index.holding(*other)))
+                return [*told, *self._state_again(event.keys, index)]
+            case BlocksRemoved():
+                gone = {key: held[key] for key in leaves_first(event.keys, held) if key in held}
+                index.apply(event)
+            case TierCleared():
+                gone = {key: held[key] for key in reversed(parents_first(held))}
+                index.apply(event)
+        return list(self._retract(holding, gone, held))
+
+    def clears(self) -> list[WireEvent]:
+        """Give the events after which a reader holds nothing of this publisher; `announce_all` follows."""
+        for silent in self._silent.values():
+            silent.clear()
+        self._children.clear()
+        self._cut_off.clear()
+        clears: list[WireEvent] = [AllBlocksCleared()]
+        if self._dialect.ownership:
+            clears.append(AllBlocksCleared(self._dialect.owner(Ownership.STORE)))
+        return clears
+
+    def announce_all(self, index: InventoryIndex, slice_blocks: int) -> Iterator[list[WireEvent]]:
+        """Announce what the index holds, upper tiers first, in slices.
+
+        Of what changes between two slices, removals are seen for what is still to come, and stores are not.
+        """
+        for holding in self._silent:
+            held = index.holding(*holding)
+            keys = parents_first(held)
+            for start in range(0, len(keys), slice_blocks):
+                part = {key: held[key] for key in keys[start : start + slice_blocks] if key in held}
+                yield list(self._announce(holding, part, held))
+
+    def describe(self) -> dict[str, Any]:
+        """Totals and silent blocks, for people."""
+        return {**attrs.asdict(self.totals), "untold": sum(map(len, self._silent.values()))}
+
+    def _announce(self, holding: Holding, pages: _Parents, held: _Parents) -> Iterator[WireEvent]:
+        """Announce pages in the order given, as few chains as they make."""
+        tier, owner = holding
+        if owner is Ownership.STORE and not self._dialect.ownership:
+            self.totals.inexpressible += len(pages)
+            return
+        silent = self._silent[holding]
+        find, block_hash = self._contexts.find, self._dialect.block_hash
+        chain: Chain | None = None
+        last: PageKey | None = None
+        for key, parent in pages.items():
+            origin = find(key)
+            if origin is None:
+                self.totals.unknown += 1
+                silent[key] = parent
+                continue
+            context, page = origin
+            if chain is None or parent != last or not chain.takes(context):
+                if chain is not None:
+                    yield chain.event(holding, self._dialect)
+                chain = Chain(parent, context, self._limits)
+                if not chain.room:
+                    self.totals.inexpressible += 1
+                    silent[key] = parent
+                    chain = None
+                    continue
+            chain.add(block_hash(router_key(key)), context, page)
+            self.totals.stored += 1
+            last = key
+            if tier is Tier.DEVICE and parent is not None:
+                self._note_device_child(key, parent, held, silent)
+        if chain is not None:
+            yield chain.event(holding, self._dialect)
+
+    def _note_device_child(self, key: PageKey, parent: PageKey, held: _Parents, silent: _Parents) -> None:
+        children = self._children
+        children[parent] = children.get(parent, 0) + 1
+        if parent not in held or parent in silent or parent in self._cut_off:
+            self._cut_off[key] = parent
+
+    def _known_by_now(self, keys: Sequence[PageKey]) -> dict[Holding, _Parents]:
+        """End the silence of those of these pages whose context has come, in every tier that holds them."""
+        known: dict[Holding, _Parents] = {}
+        for holding, silent in self._silent.items():
+            if not silent:
+                continue
+            late = {key: silent[key] for key in keys if key in silent and self._contexts.find(key) is not None}
+            if late:
+                known[holding] = {key: late[key] for key in parents_first(late)}
+                for key in late:
+                    del silent[key]
+        return known
+
+    def _state_again(self, keys: Sequence[PageKey], index: InventoryIndex) -> Iterator[WireEvent]:
+        """Announce the device pages that hung cut off below a page that is back."""
+        if self._cut_off:
+            device = (Tier.DEVICE, Ownership.ENGINE)
+            held, silent = index.holding(*device), self._silent[device]
+            attached = [key for key in keys if key in held and key not in silent and key not in self._cut_off]
+            again = _below(attached, self._cut_off)
+            for key, parent in again.items():
+                del self._cut_off[key]
+                if parent is not None:
+                    self._children[parent] = self._children.get(parent, 1) - 1
+            self.totals.restated += len(again)
+            yield from self._announce(device, again, held)
+
+    def _retract(self, holding: Holding, gone: _Parents, held: _Parents) -> Iterator[WireEvent]:
+        """Take back what was announced of pages that went; `held` is what stays."""
+        tier, owner = holding
+        if owner is Ownership.STORE and not self._dialect.ownership:
+            return
+        silent = self._silent[holding]
+        told = [key for key in gone if key not in silent]
+        if len(told) < len(gone):
+            for key in gone:
+                silent.pop(key, None)
+        if tier is Tier.DEVICE:
+            self._cut(told, gone, held, silent)
+        self.totals.removed += len(told)
+        size = self._limits.hashes
+        for start in range(0, len(told), size):
+            hashes: list[WireHash] = [self._dialect.block_hash(router_key(key)) for key in told[start : start + size]]
+            yield BlockRemoved(hashes, self._dialect.media[tier], self._dialect.owner(owner))
+
+    def _cut(self, told: Sequence[PageKey], gone: _Parents, held: _Parents, silent: _Parents) -> None:
+        """Note which device pages stay and lose the path to their root."""
+        children = self._children
+        for key in told:
+            parent = gone[key]
+            self._cut_off.pop(key, None)
+            # A child may never have been counted: the event that stored it was dropped, and the snapshot is to come.
+            if parent is not None and children.get(parent, 0) > 1:
+                children[parent] -= 1
+            elif parent is not None:
+                children.pop(parent, None)
+        if not children.keys().isdisjoint(told):
+            staying = {key: parent for key, parent in held.items() if key not in silent}
+            self._cut_off.update(_below(told, staying))
+
+
+def _below(tops: Iterable[PageKey], pages: _Parents) -> dict[PageKey, PageKey | None]:
+    """Those of `pages` that hang from any of `tops`, through each other, parents first."""
+    children: dict[PageKey | None, list[PageKey]] = {}
+    for key, parent in pages.items():
+        children.setdefault(parent, []).append(key)
+    found: dict[PageKey, PageKey | None] = {}
+    level = list(tops)
+    while level:
+        below = [(key, top) for top in level for key in children.get(top, ()) if key not in found]
+        found.update(below)
+        level = [key for key, _ in below]
+    return found

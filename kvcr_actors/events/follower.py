@@ -1,0 +1,180 @@
+"""The reader's side of the protocol, without sockets: batches in order, gaps noticed and repaired by a replay."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, Final
+
+import attrs
+import msgspec
+
+from kvcr_actors.errors import EventFormatError
+from kvcr_actors.events.wire import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    WireEvent,
+    WireHash,
+    decode_batch,
+    tier_of,
+)
+from kvcr_actors.types import Tier
+
+_HELD_BATCHES: Final = 10_000
+"""Live batches that wait for the end of a replay."""
+
+
+class WireIndex:
+    """What a publisher's blocks are, by tier and owner (None is the engine), as its wire events tell it."""
+
+    def __init__(self) -> None:
+        self.content: dict[tuple[Tier, str | None], dict[WireHash, WireHash | None]] = {}
+        self.repeated = 0
+        """Blocks stored while held: device blocks that were cut off are stated again."""
+        self.anomalies = 0
+        """Blocks removed while not held."""
+
+    def keys(self, tier: Tier, owner: str | None = None) -> frozenset[WireHash]:
+        """The hashes held in a tier by one owner."""
+        return frozenset(self.content.get((tier, owner), ()))
+
+    def apply(self, event: WireEvent) -> None:
+        """Apply one event; EventFormatError, with nothing changed, for a medium that is not known."""
+        match event:
+            case BlockStored():
+                held = self.content.setdefault((tier_of(event.medium), event.ownership), {})
+                parent = event.parent_block_hash
+                for block in event.block_hashes:
+                    self.repeated += block in held
+                    held[block] = parent
+                    parent = block
+            case BlockRemoved():
+                held = self.content.setdefault((tier_of(event.medium), event.ownership), {})
+                for block in event.block_hashes:
+                    self.anomalies += held.pop(block, msgspec.UNSET) is msgspec.UNSET
+            case AllBlocksCleared():
+                for (_, owner), held in self.content.items():
+                    if owner == event.ownership:
+                        held.clear()
+
+
+@attrs.define
+class FollowTotals:
+    """What a follower saw."""
+
+    batches: int = 0
+    events: int = 0
+    gaps: int = 0
+    """Times that a batch came before its predecessor."""
+    lost: int = 0
+    """Sequence numbers that no replay gave."""
+    stale: int = 0
+    """Batches with a number that was applied before."""
+    malformed: int = 0
+
+
+class StreamFollower:
+    """Applies one publisher's batches to an index in order of their numbers.
+
+    `receive` takes a live batch; it may give the number from which to ask for a replay. The replay's batches go to
+    `replayed`, and `end_replay` ends it, also when it never came.
+    """
+
+    def __init__(self, *, can_replay: bool, index: WireIndex | None = None) -> None:
+        self.index = WireIndex() if index is None else index
+        self.totals = FollowTotals()
+        self.in_doubt = False
+        """Whether batches were lost, and no clear has made up for them."""
+        self._can_replay = can_replay
+        self._expected: int | None = None
+        self._replaying = False
+        self._held: deque[tuple[int, bytes]] = deque()
+
+    @property
+    def expected(self) -> int | None:
+        """The number of the next batch; None before the first."""
+        return self._expected
+
+    def receive(self, sequence: int, payload: bytes) -> int | None:
+        """Take a live batch. A number is given back if a replay from there is needed first."""
+        if self._replaying:
+            self._held.append((sequence, payload))
+            if len(self._held) > _HELD_BATCHES:
+                self._held.popleft()
+            return None
+        if self._expected is None or sequence > self._expected:
+            self.totals.gaps += self._expected is not None
+            if self._can_replay:
+                self._replaying = True
+                self._held.append((sequence, payload))
+                return self._expected or 0
+        self._take(sequence, payload)
+        return None
+
+    def replayed(self, sequence: int, payload: bytes) -> None:
+        """Take one batch of the replay that was asked for."""
+        self._take(sequence, payload)
+
+    def end_replay(self) -> None:
+        """Go on with the live batches, whatever the replay gave."""
+        self._replaying = False
+        held, self._held = self._held, deque()
+        for sequence, payload in held:
+            self._take(sequence, payload)
+
+    def note_malformed(self) -> None:
+        """Count a message that could not even be numbered; what it told is lost."""
+        self.totals.malformed += 1
+        self.in_doubt = True
+
+    @property
+    def faults(self) -> list[str]:
+        """Say in words why the index cannot be trusted; none if it can."""
+        totals = self.totals
+        checks = [
+            (not totals.batches, "no batch came"),
+            (
+                self.in_doubt,
+                f"earlier batches were not seen ({totals.lost} lost in between), and no clear followed",
+            ),
+            (totals.malformed, f"{totals.malformed} messages could not be read"),
+            (self.index.anomalies, f"{self.index.anomalies} blocks were removed while not held"),
+        ]
+        return [words for wrong, words in checks if wrong]
+
+    def describe(self) -> dict[str, Any]:
+        """Totals and the size of the index, for people."""
+        blocks = {
+            f"{tier.value}{f' ({owner})' if owner else ''}": len(held)
+            for (tier, owner), held in sorted(self.index.content.items(), key=str)
+        }
+        return {
+            **attrs.asdict(self.totals),
+            "repeated": self.index.repeated,
+            "anomalies": self.index.anomalies,
+            "in_doubt": self.in_doubt,
+            "next": self._expected,
+            "blocks": blocks,
+        }
+
+    def _take(self, sequence: int, payload: bytes) -> None:
+        if self._expected is not None and sequence < self._expected:
+            self.totals.stale += 1
+            return
+        if self._expected is None or sequence > self._expected:
+            self.totals.lost += 0 if self._expected is None else sequence - self._expected
+            self.in_doubt = True
+        self._expected = sequence + 1
+        try:
+            self._apply(decode_batch(payload))
+        except EventFormatError:
+            self.note_malformed()
+
+    def _apply(self, batch: EventBatch) -> None:
+        self.totals.batches += 1
+        for event in batch.events:
+            self.totals.events += 1
+            if isinstance(event, AllBlocksCleared) and event.ownership is None:
+                self.in_doubt = False
+            self.index.apply(event)

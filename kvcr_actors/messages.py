@@ -1,0 +1,180 @@
+"""Every message of the system, grouped by who receives it; completions go to the engine through the outbox."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import attrs
+
+from kvcr_actors.core.accounting import RequestAccount
+from kvcr_actors.core.host_tier import HostPage
+from kvcr_actors.core.inventory import InventoryEvent
+from kvcr_actors.core.ledger import Claim
+from kvcr_actors.ports import CopyOutcome
+from kvcr_actors.runtime.operation import Operation
+from kvcr_actors.types import BackupNode, NodeId, PageKey, PrefetchRequest, RequestId, RestoreOrder, SkipReason
+
+# To the backup actor, from the engine.
+
+
+@attrs.define
+class BackUpStep:
+    """Copy all nodes of one step to the host in one submit that waits, on the device, for the fence.
+
+    The one message of every step, made on the hot thread: not frozen, which costs twice as much to make.
+    """
+
+    step: int
+    nodes: Sequence[BackupNode]
+    fence: object | None = None
+
+
+# To the confirmation actor.
+
+
+@attrs.frozen
+class StagedNode:
+    """A node on its way to the host: `pages` are its new pages, root to tail, in state FILLING.
+
+    `above` is the host page that they hang from, None at a root. A node without new pages has its own tail there, which
+    another copy still fills, or which the store lacks.
+    """
+
+    node_id: NodeId
+    pages: Sequence[HostPage]
+    above: HostPage | None
+
+    @property
+    def tail(self) -> HostPage | None:
+        """The node's last page in the host."""
+        return self.pages[-1] if self.pages else self.above
+
+
+@attrs.frozen(eq=False)
+class CopyStarted:
+    """A step's submit is launched. Whoever takes this message owns the staged pages and the claim on them."""
+
+    step: int
+    copy: Operation[CopyOutcome]
+    staged: Sequence[StagedNode]
+    claim: Claim
+    done: tuple[NodeId, ...] = ()
+    """Nodes of the step that had nothing to copy."""
+    failed: tuple[tuple[NodeId, SkipReason], ...] = ()
+
+
+# To the deposit actor.
+
+
+@attrs.frozen(eq=False)
+class DepositPages:
+    """Write these ready pages (parents first) to the store. Whoever takes this message owns the claim."""
+
+    pages: Sequence[HostPage]
+    claim: Claim
+
+
+# To the prefetch actor.
+
+
+@attrs.frozen
+class StartPrefetches:
+    """Look up, read and hold the prefixes of these requests."""
+
+    requests: Sequence[PrefetchRequest]
+
+
+@attrs.frozen
+class CancelPrefetches:
+    """End what these requests hold, wherever it stands; a request that holds nothing is ignored."""
+
+    request_ids: Sequence[RequestId]
+
+
+PrefetchOrder: TypeAlias = StartPrefetches | CancelPrefetches
+
+# To the restore actor.
+
+
+@attrs.frozen
+class RestoreStep:
+    """Copy ready prefixes to the device in one submit that waits, on the device, for the fence."""
+
+    orders: Sequence[RestoreOrder]
+    fence: object | None = None
+
+
+# To the publisher.
+
+
+@attrs.frozen
+class InventoryChanged:
+    """Copies came or went; events in the order in which it happened."""
+
+    events: Sequence[InventoryEvent]
+
+
+# Completions: to the engine, through the outbox.
+
+
+@attrs.frozen
+class BackupAck:
+    """A step's one submit is over: each of the step's nodes is in `node_ids` or in `failed`, once.
+
+    The device pages of every node named may be changed from now on.
+    """
+
+    step: int
+    node_ids: tuple[NodeId, ...]
+    failed: tuple[tuple[NodeId, SkipReason], ...] = ()
+
+
+@attrs.frozen
+class PrefetchReady:
+    """The prefix of a request stands in host memory up to page `pages` (counted from the root).
+
+    With `account` None a claim holds it until a restore order or a cancel; with an account, nothing beyond the device
+    was found, and the prefetch is over.
+    """
+
+    request_id: RequestId
+    pages: int
+    account: RequestAccount | None = None
+
+
+@attrs.frozen
+class RestoreFinished:
+    """A restore order is over and its claim released; the device has the prefix up to page `pages`."""
+
+    request_id: RequestId
+    pages: int
+    account: RequestAccount
+
+
+@attrs.frozen
+class PrefetchCancelled:
+    """A prefetch ended without a restore: cancelled by the engine, expired, or stopped."""
+
+    request_id: RequestId
+    account: RequestAccount
+
+
+@attrs.frozen
+class DepositFailed:
+    """Pages that stay out of the store after the last retry; they remain in host memory."""
+
+    keys: tuple[PageKey, ...]
+    reason: SkipReason
+
+
+@attrs.frozen
+class ControllerFailed:
+    """An actor used up its restarts: no more completions follow, and the caches must be treated as cold."""
+
+    error: str
+
+
+Completion: TypeAlias = (
+    BackupAck | PrefetchReady | RestoreFinished | PrefetchCancelled | DepositFailed | ControllerFailed
+)

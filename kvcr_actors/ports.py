@@ -1,0 +1,305 @@
+"""The edges of the controller: what a device, a store, ranks and an event sink must do.
+
+Everything here is called on the loop's thread unless it says otherwise, and returns at once: work that blocks runs on
+a thread of the implementation's own and comes back through `Services.post`.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import attrs
+
+from kvcr_actors.core.copy_plan import CopyPlan
+from kvcr_actors.core.inventory import InventoryEvent
+from kvcr_actors.runtime.operation import Operation
+from kvcr_actors.types import CacheLayout, Components, PageKey, RequestId
+
+OperationId: TypeAlias = tuple[str, RequestId]
+"""What ranks agree on: a kind (`backup`, `prefetch`) and the step or request that opened it, equal on every rank."""
+
+Description: TypeAlias = dict[str, Any]
+"""Plain values for people and logs."""
+
+
+class Services(Protocol):
+    """What the runtime lends to a device or a store while it is open."""
+
+    def spawn(self, task: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
+        """Run a background task on the loop until the controller closes."""
+        ...
+
+    def post(self, call: Callable[[], None]) -> None:
+        """From any thread: run `call` on the loop soon, in order of posting. Dropped once the loop is gone."""
+        ...
+
+    def publish(self, events: Sequence[InventoryEvent]) -> None:
+        """Hand inventory events of the implementation's own to the publisher."""
+        ...
+
+
+class Clock(Protocol):
+    """Seconds that only grow; the runtime passes the loop's clock, tests a virtual one."""
+
+    def __call__(self) -> float: ...
+
+
+class HostMemory(Protocol):
+    """The pinned host pools: for each pool, `slots` slots of `page_bytes`, page-first (a slot is one page's planes)."""
+
+    @property
+    def layout(self) -> CacheLayout:
+        """The pools."""
+        ...
+
+    @property
+    def slots(self) -> int:
+        """Slots in each pool."""
+        ...
+
+    def buffer(self, pool: int) -> memoryview:
+        """The pool's bytes, flat and writable: slot `i` is `[i * page_bytes, (i + 1) * page_bytes)`."""
+        ...
+
+    def poison(self, pool: int, slots: Sequence[int]) -> None:
+        """Overwrite freed slots, so that a use after free shows as wrong bytes."""
+        ...
+
+
+@attrs.frozen
+class CopyOutcome:
+    """How a submit ended. `failed` maps a pool's index to its error; the other pools' bytes are in place."""
+
+    bytes: int
+    slices: int = 1
+    failed: Mapping[int, str] = attrs.field(factory=dict[int, str])
+
+
+class Device(Protocol):
+    """The engine's page pools and the engine that copies them. The engine owns the memory and names the pages."""
+
+    @property
+    def layout(self) -> CacheLayout:
+        """The pools that it holds."""
+        ...
+
+    @property
+    def host(self) -> HostMemory:
+        """The host pools that it copies to and from."""
+        ...
+
+    @property
+    def submits(self) -> int:
+        """Launches so far, one a plan, counted at the launch."""
+        ...
+
+    @property
+    def backup_submits(self) -> int:
+        """Of those, the launches that copied to the host."""
+        ...
+
+    async def open(self, services: Services) -> None:
+        """Start the copy engine."""
+        ...
+
+    def submit(self, plan: CopyPlan, fence: object | None) -> Operation[CopyOutcome]:
+        """Launch one plan; its copies wait on the device for `fence`, never the caller.
+
+        A failed launch is an outcome, not an exception. Plans of one direction run in order of submission.
+        """
+        ...
+
+    async def close(self, deadline_s: float) -> None:
+        """Let running copies end, then stop; DeadlineError if they do not end in time."""
+        ...
+
+    def describe(self) -> Description:
+        """State for people."""
+        ...
+
+
+class PageOutcome(enum.Enum):
+    """How a store operation ended for one page."""
+
+    OK = "ok"
+    MISS = "miss"
+    """Read: absent, incomplete or damaged. Write: never."""
+    FULL = "full"
+    """Write: refused for lack of room; trying again at once is no use."""
+    FAILED = "failed"
+    """A fault; one retry may help."""
+
+
+@attrs.frozen
+class PageBatch:
+    """Pages that move together: `slots[pool][i]` is the host slot of `keys[i]`, `NO_SLOT` for no component.
+
+    `parents` (for writes) names the key before each page, None at a root.
+    """
+
+    keys: tuple[PageKey, ...]
+    slots: Components
+    parents: tuple[PageKey | None, ...] = ()
+
+
+@attrs.frozen
+class BatchOutcome:
+    """One outcome a page, in the order of the batch, and the store's words for the first fault."""
+
+    pages: tuple[PageOutcome, ...]
+    error: str | None = None
+
+
+@attrs.frozen
+class StoreTraits:
+    """What a store declares of itself; read directly, once."""
+
+    requires_confirmation: bool = False
+    combined_reads: bool = True
+    combined_writes: bool = True
+    publishes_events: bool = True
+    batch_pages: int = 64
+    """The most pages that one operation may carry."""
+    read_budget_s: float = 1.0
+    """A read's time before any page, and for each page of it; a remote store declares more."""
+    read_budget_page_s: float = 0.01
+    write_budget_s: float = 30.0
+
+
+class Store(Protocol):
+    """The third tier. A page is a record of one component a pool; it is written, read and evicted whole."""
+
+    @property
+    def name(self) -> str:
+        """What logs and reports call it."""
+        ...
+
+    @property
+    def traits(self) -> StoreTraits:
+        """What it declares of itself."""
+        ...
+
+    async def open(self, services: Services, host: HostMemory) -> None:
+        """Start, and announce what is held already through `services.publish`. StoreError says why it cannot."""
+        ...
+
+    def begin_request(self, request_id: RequestId, hints: object) -> None:
+        """Take a request's router hints, which hold until its `end_request`. Hints it cannot use are no error."""
+        ...
+
+    def end_request(self, request_id: RequestId) -> None:
+        """Discard a request's hints and release what was claimed for them, also what arrives later."""
+        ...
+
+    def lookup(self, keys: Sequence[PageKey], request_id: RequestId) -> Operation[tuple[int, ...]]:
+        """For each key a bit set of the pools whose component is held (bit `i` is pool `i`; 0 is a miss)."""
+        ...
+
+    def read(self, batch: PageBatch, request_id: RequestId) -> Operation[BatchOutcome]:
+        """Copy pages into host slots. A page whose bytes do not check is a MISS, and no longer held."""
+        ...
+
+    def write(self, batch: PageBatch) -> Operation[BatchOutcome]:
+        """Copy pages out of host slots. A page that is held already is OK and stays as it is."""
+        ...
+
+    def align(self, keys: Sequence[PageKey]) -> None:
+        """Refresh the recency of a prefix (root to tail), so that its tail is evicted before its head."""
+        ...
+
+    def contents(self) -> frozenset[PageKey]:
+        """The keys held now, for checks and tools; costs time in proportion."""
+        ...
+
+    async def close(self, deadline_s: float) -> None:
+        """End what runs, then close; what did not end in time is reported by DeadlineError and left mapped."""
+        ...
+
+    def describe(self) -> Description:
+        """State and counters for people."""
+        ...
+
+
+@attrs.frozen
+class RankTerms:
+    """What a controller asks of its ranks: the deadline of one collective, and settings that all ranks must share."""
+
+    deadline_s: float
+    settings: Mapping[str, str] = attrs.field(factory=dict[str, str])
+
+
+class Agreement(Protocol):
+    """One operation that this rank has opened."""
+
+    async def outcome(self) -> int:
+        """Wait for the bits that all ranks share, the same on each; 0 after a missed deadline or a fault."""
+        ...
+
+    def withdraw(self) -> None:
+        """Take this rank's bits back, unless a round is under way with them. The rank still joins."""
+        ...
+
+
+class Ranks(Protocol):
+    """The ranks that must end every operation alike."""
+
+    @property
+    def rank(self) -> int:
+        """The number of this process among the ranks, from 0."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        ...
+
+    async def open(self, services: Services, terms: RankTerms) -> None:
+        """Start, once every rank has told its terms. ConfigError names the first setting in which a rank differs."""
+        ...
+
+    def propose(self, operation: OperationId, bits: int) -> Agreement:
+        """Open an operation with this rank's bit set, to be intersected over all ranks.
+
+        Every rank opens the same operations; those that are open together share the collectives of a round. One that
+        a rank never opens ends with 0 at the deadline of the others.
+        """
+        ...
+
+    async def agree(self, operation: OperationId, bits: int) -> int:
+        """Propose and wait. A caller that is cancelled withdraws."""
+        ...
+
+    async def close(self, deadline_s: float) -> None:
+        """End what is open with 0, then stop; DeadlineError if that takes longer."""
+        ...
+
+    def describe(self) -> Description:
+        """State for people."""
+        ...
+
+
+class EventSink(Protocol):
+    """Where inventory events go. It is called on the loop and must not block."""
+
+    def publish(self, events: Sequence[InventoryEvent]) -> None:
+        """Take events in order."""
+        ...
+
+
+class RunningEventSink(ABC):
+    """An event sink that has something to start and to stop: subclass it, and the controller does both."""
+
+    @abstractmethod
+    async def open(self, services: Services) -> None:
+        """Start, before any event; what it raises keeps the controller from starting."""
+
+    @abstractmethod
+    def publish(self, events: Sequence[InventoryEvent]) -> None:
+        """Take events in order, as any sink."""
+
+    @abstractmethod
+    async def close(self, deadline_s: float) -> None:
+        """Pass on what was taken, then stop; DeadlineError if that does not end in time. No event follows."""

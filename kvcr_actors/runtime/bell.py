@@ -1,0 +1,144 @@
+"""The way onto the loop from other threads: a bell that wakes it, and calls that run there in order.
+
+Both loops wake with a socket write, which drops the GIL: a hot thread that rings one natively may wait milliseconds to
+get it back. The bell therefore puts a token into a `SimpleQueue` (which keeps the GIL), and a relay thread writes.
+
+No ring is lost: who rings makes its content visible first and reads `_armed` second; the loop clears `_armed` first and
+looks for content second. Whichever comes later sees the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable
+from queue import SimpleQueue
+from threading import get_ident
+from typing import Protocol, TypeAlias
+
+import attrs
+from anyio.lowlevel import current_token
+
+_JOIN_S = 5.0
+
+Wake: TypeAlias = Callable[[Callable[[], None]], object]
+"""Run a call on the loop soon. RuntimeError once the loop is gone."""
+
+
+@attrs.frozen
+class LoopAccess:
+    """How to reach the running loop: `wake` from any thread, `wake_here` from its own, at less cost."""
+
+    token: object
+    wake: Wake
+    wake_here: Wake
+
+    @classmethod
+    def of_running_loop(cls) -> LoopAccess:
+        """Access to the asyncio or trio loop that runs this code; anyio's NoEventLoopError if there is none."""
+        token = current_token().native_token
+        if isinstance(token, asyncio.AbstractEventLoop):
+            return cls(token, token.call_soon_threadsafe, token.call_soon)
+        from trio.lowlevel import TrioToken  # an asyncio program need not load trio
+
+        if not isinstance(token, TrioToken):
+            raise TypeError(f"loop {token!r}: only asyncio and trio are supported")
+        return cls(token, token.run_sync_soon, token.run_sync_soon)
+
+
+class Notified(Protocol):
+    """What a bell tells on every ring, on the loop."""
+
+    def notify(self) -> None:
+        """Wake whoever waits for content, if there is any."""
+        ...
+
+
+# Tokens of the doorbell; plain values, since an enum's member costs a call on Python 3.11.
+_RING, _END = True, False
+
+
+class LoopBell:
+    """One wake-up for a whole runtime, made on the loop that it wakes.
+
+    `on_error` takes the exception of a posted call and must not raise. Without `relay` there is no thread, and a ring
+    from another thread writes to the loop itself: for a loop that its engine pumps.
+    """
+
+    __slots__ = ("_access", "_armed", "_calls", "_closed", "_doorbell", "_listeners", "_on_error", "_relay", "_thread")
+
+    def __init__(self, on_error: Callable[[Exception], None], *, relay: bool = True, name: str = "kvcr-bell") -> None:
+        self._access = LoopAccess.of_running_loop()
+        self._thread = get_ident()
+        self._on_error = on_error
+        self._armed = False
+        self._closed = False
+        self._calls: deque[Callable[[], None]] = deque()
+        self._listeners: list[Notified] = []
+        self._doorbell: SimpleQueue[bool] = SimpleQueue()
+        self._relay: threading.Thread | None = None
+        if relay:
+            self._relay = threading.Thread(target=self._carry, name=name, daemon=True)
+            self._relay.start()
+
+    def attach(self, listener: Notified) -> None:
+        """Notify `listener` on every ring from now on. On the loop."""
+        self._listeners.append(listener)
+
+    def ring(self) -> None:
+        """Wake the loop, from any thread; almost free while an earlier ring is on its way. Dropped once closed."""
+        if self._armed:
+            return
+        self._armed = True
+        if get_ident() == self._thread:
+            self._wake(self._access.wake_here)
+        elif self._relay is not None:
+            self._doorbell.put(_RING)
+        else:
+            self._wake(self._access.wake)
+
+    def post(self, call: Callable[[], None]) -> None:
+        """Run `call` on the loop soon, in order of posting, from any thread. Dropped once closed."""
+        if not self._closed:
+            self._calls.append(call)
+            self.ring()
+
+    def close(self) -> None:
+        """Run what was posted, then drop all that follows and end the relay thread. On the loop."""
+        if self._closed:
+            return
+        self._closed = True
+        self._armed = True
+        self._run_calls()
+        if self._relay is not None:
+            self._doorbell.put(_END)
+            self._relay.join(_JOIN_S)
+
+    def _carry(self) -> None:
+        while self._doorbell.get() is _RING and self._wake(self._access.wake):
+            pass
+
+    def _wake(self, wake: Wake) -> bool:
+        try:
+            wake(self._on_ring)
+        except RuntimeError:  # the loop is gone, and with it everybody who could care
+            self._closed = True
+            return False
+        return True
+
+    def _on_ring(self) -> None:
+        if self._closed:
+            return
+        self._armed = False
+        for listener in self._listeners:
+            listener.notify()
+        self._run_calls()
+
+    def _run_calls(self) -> None:
+        for _ in range(len(self._calls)):  # what they post rings again: a turn of the loop in between
+            call = self._calls.popleft()
+            try:
+                call()
+            except Exception as error:  # noqa: BLE001 - the handler has it; raised here it would end a trio run
+                self._on_error(error)

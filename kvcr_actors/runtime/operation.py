@@ -1,0 +1,77 @@
+"""One native operation, with two ends: its outcome is known, and its memory is quiet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar, cast
+
+import anyio
+
+T = TypeVar("T")
+
+
+class Operation(Generic[T]):
+    """The handle of a copy, a read or a write that runs elsewhere.
+
+    `settle` gives the outcome that waiters see. `quiet` is the later or equal moment from which native code no
+    longer touches the operation's memory: a claim ends then, not before. A waiter that is cancelled changes neither.
+    All methods belong to the loop's thread; other threads go through `Services.post`.
+    """
+
+    __slots__ = ("_outcome", "_quiet", "_settled", "_when_quiet")
+
+    def __init__(self) -> None:
+        self._settled = anyio.Event()
+        self._quiet = anyio.Event()
+        self._outcome: T | None = None
+        self._when_quiet: list[Callable[[], None]] = []
+
+    @classmethod
+    def finished(cls, outcome: T) -> Operation[T]:
+        """Make an operation that is over already."""
+        operation = cls()
+        operation.settle(outcome)
+        return operation
+
+    def settle(self, outcome: T, *, quiet: bool = True) -> None:
+        """Give the outcome, once; a later one is ignored, but may make the operation quiet."""
+        if not self._settled.is_set():
+            self._outcome = outcome
+            self._settled.set()
+        if quiet:
+            self.become_quiet()
+
+    def become_quiet(self) -> None:
+        """Tell that native code no longer touches the memory; the outcome must be known."""
+        if not self._settled.is_set():
+            raise RuntimeError("settle the operation before it becomes quiet")
+        self._quiet.set()
+        calls, self._when_quiet = self._when_quiet, []
+        for call in calls:
+            call()
+
+    def when_quiet(self, call: Callable[[], None]) -> None:
+        """Run `call` once the memory is quiet, at once if it is. It must not raise."""
+        if self._quiet.is_set():
+            call()
+        else:
+            self._when_quiet.append(call)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the outcome is known."""
+        return self._settled.is_set()
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether the memory may be reused."""
+        return self._quiet.is_set()
+
+    async def outcome(self) -> T:
+        """Wait for the outcome. The caller sets the deadline."""
+        await self._settled.wait()
+        return cast("T", self._outcome)
+
+    async def quiet(self) -> None:
+        """Wait until the memory may be reused. The caller sets the deadline."""
+        await self._quiet.wait()

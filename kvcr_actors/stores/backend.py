@@ -1,0 +1,117 @@
+"""What an embedded store must do, synchronously: the side of a store that knows nothing of loops and threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+import attrs
+
+from kvcr_actors.core.inventory import BlocksRemoved, BlocksStored, InventoryEvent
+from kvcr_actors.ports import BatchOutcome, HostMemory, PageBatch
+from kvcr_actors.types import CacheLayout, PageKey, Tier
+
+ANNOUNCED_KEYS = 1024
+"""The most keys in one event that announces what a store holds at open."""
+
+
+@attrs.define
+class StoreCounters:
+    """What a backend did so far, in pages unless the name says otherwise."""
+
+    read: int = 0
+    missed: int = 0
+    damaged: int = 0
+    """Pages dropped because their bytes were missing, unreadable or did not check."""
+    written: int = 0
+    merged: int = 0
+    """Of those written: pages that were held already and gained components."""
+    already_held: int = 0
+    evicted: int = 0
+    full: int = 0
+    failed: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+
+
+class PageBackend(Protocol):
+    """A store without its loop. One thread calls everything but `lookup` and `contents`, one call at a time.
+
+    `lookup` and `contents` are called on the loop at any time, so they answer from memory and never block.
+    """
+
+    def open(self, layout: CacheLayout) -> None:
+        """Load what is held and queue its events; StoreError says why it cannot."""
+        ...
+
+    def lookup(self, key: PageKey) -> int:
+        """The bit set of the pools held for a key (bit `i` is pool `i`); 0 is a miss."""
+        ...
+
+    def read(self, batch: PageBatch, host: HostMemory) -> BatchOutcome:
+        """Copy pages into host slots."""
+        ...
+
+    def write(self, batch: PageBatch, host: HostMemory) -> BatchOutcome:
+        """Copy pages out of host slots."""
+        ...
+
+    def align(self, keys: Sequence[PageKey]) -> None:
+        """Make a prefix (root to tail) recent, its head the most."""
+        ...
+
+    def discard(self, keys: Sequence[PageKey]) -> None:
+        """Drop pages that turned out to be wrong; those not held are ignored."""
+        ...
+
+    def take_events(self) -> list[InventoryEvent]:
+        """The events since the last call, in order.
+
+        One operation tells what it removed, leaves first, before what it stored, parents first.
+        """
+        ...
+
+    def contents(self) -> frozenset[PageKey]:
+        """The keys held now."""
+        ...
+
+    def close(self) -> None:
+        """Save what must outlive the process; nothing may be called afterwards but `lookup` and `contents`."""
+        ...
+
+    def counters(self) -> Mapping[str, int]:
+        """Counts for people and metrics."""
+        ...
+
+
+def parents_first(pages: Iterable[tuple[PageKey, PageKey | None]]) -> list[tuple[PageKey, PageKey | None]]:
+    """Order (key, parent) pairs so that no key comes before its parent, where both are given."""
+    parents = dict(pages)
+    ordered: list[tuple[PageKey, PageKey | None]] = []
+    seen: set[PageKey] = set()
+    for key in parents:
+        chain: list[tuple[PageKey, PageKey | None]] = []
+        node: PageKey | None = key
+        # `seen` holds the chain too, so that a loop in damaged data ends.
+        while node is not None and node in parents and node not in seen:
+            seen.add(node)
+            chain.append((node, parents[node]))
+            node = parents[node]
+        ordered.extend(reversed(chain))
+    return ordered
+
+
+def stored_events(pages: Iterable[tuple[PageKey, PageKey | None]]) -> list[InventoryEvent]:
+    """Events for pages that came to be, parents first, `ANNOUNCED_KEYS` keys each."""
+    ordered = parents_first(pages)
+    events: list[InventoryEvent] = []
+    for start in range(0, len(ordered), ANNOUNCED_KEYS):
+        keys, parents = zip(*ordered[start : start + ANNOUNCED_KEYS], strict=True)
+        events.append(BlocksStored(Tier.STORE, keys, parents))
+    return events
+
+
+def removed_events(pages: Iterable[tuple[PageKey, PageKey | None]]) -> list[InventoryEvent]:
+    """The event for pages that went, leaves first; none for no pages."""
+    keys = tuple(key for key, _ in reversed(parents_first(pages)))
+    return [BlocksRemoved(Tier.STORE, keys)] if keys else []

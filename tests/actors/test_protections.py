@@ -1,0 +1,352 @@
+"""Each protection is taken away in turn, and the invariants or the bytes must break: these tests can fail."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import anyio
+import pytest
+
+from kvcr_actors.actors.confirmation import ConfirmationActor
+from kvcr_actors.actors.deposit import DepositActor
+from kvcr_actors.actors.prefetch import PrefetchActor
+from kvcr_actors.actors.reading import PrefixReader
+from kvcr_actors.actors.restore import RestoreActor
+from kvcr_actors.actors.state import LoopState
+from kvcr_actors.core.prefetch_state import HeldPrefix
+from kvcr_actors.messages import DepositPages
+from kvcr_actors.testing.devices import LoopDevice
+from kvcr_actors.testing.faults import Fault, FaultPlan
+from kvcr_actors.testing.virtual_time import run_virtual
+from kvcr_actors.types import PrefetchRequest
+from tests.actors.rig import POOLS, Rig, chain, page_bytes
+from tests.actors.test_interrupted import fail, give_up, one_life
+from tests.actors.test_restart import plant
+
+Patch = pytest.MonkeyPatch
+Scenario = Callable[[], Awaitable[None]]
+
+
+# What is run: each of these holds while every protection is in place.
+
+
+async def every_await_of_the_confirmation() -> None:
+    k = 1
+    while await one_life("confirmation", k, give_up):
+        k += 1
+
+
+async def every_await_of_the_deposit() -> None:
+    k = 1
+    while await one_life("deposit", k, fail):
+        k += 1
+
+
+async def every_await_of_the_prefetch() -> None:
+    k = 1
+    while await one_life("prefetch", k, fail):
+        k += 1
+
+
+async def every_await_of_the_restore() -> None:
+    k = 1
+    while await one_life("restore", k, fail):
+        k += 1
+
+
+async def a_late_copy_beside_a_prefetch() -> None:
+    """The late copy writes at its end: what others put into its slots meanwhile would be lost."""
+    rig = Rig(host_slots=4, device_faults=FaultPlan({("to_host", 1): Fault.LATE}), late_s=30.0)
+    keys = chain("mine", 2)
+    async with rig.running():
+        await rig.stored(keys)
+        await rig.back_up(rig.node(chain("late", 4)))
+        ready = await rig.prefetched("r", keys)
+        await rig.ports_quiet()
+        if ready.account is None:
+            ids = rig.give_restore("r", 2)
+            assert await rig.reply("r") is not None
+            rig.assert_bytes(ids, keys)
+    rig.check()
+
+
+async def a_late_read_beside_a_backup() -> None:
+    rig = Rig(host_slots=3, late_s=30.0)
+    keys = chain("mine", 2)
+    async with rig.running():
+        await rig.stored(chain("late", 2))
+        assert rig.store is not None
+        rig.store.faults = FaultPlan({("read", 0): Fault.LATE})
+        await rig.prefetched("late", chain("late", 2))
+        await rig.back_up(rig.node(keys))
+        await rig.ports_quiet()
+        if rig.assembly.host.contents() >= set(keys):
+            await rig.restored("r", keys)
+    rig.check()
+
+
+async def a_stalled_write_beside_evictions() -> None:
+    """The store must not get the bytes of another page under its key."""
+    rig = Rig(host_slots=4, store_faults=FaultPlan({("write", 0): Fault.STALL}))
+    keys = chain("stalled", 2)
+    async with rig.running():
+        await rig.back_up(rig.node(keys))
+        await rig.quiet()
+        rig.forget_host()
+        await rig.back_up(rig.node(chain("b", 2)), rig.node(chain("c", 2)))
+        await rig.quiet()
+        assert rig.store is not None
+        rig.store.release()
+        await rig.ports_quiet()
+        rig.forget_host()
+        await rig.restored("r", keys)
+    rig.check()
+
+
+async def an_open_restore_beside_evictions() -> None:
+    rig = Rig(host_slots=4, store_pages=None)
+    keys = chain("a", 3)
+    async with rig.running():
+        await rig.back_up(rig.node(keys))
+        await rig.prefetched("r", keys)
+        fence = anyio.Event()
+        ids = rig.give_restore("r", 3, fence=fence)
+        await anyio.sleep(0.01)
+        rig.forget_host()
+        await rig.back_up(rig.node(chain("b", 3)))
+        fence.set()
+        assert await rig.reply("r") is not None
+        rig.assert_bytes(ids, keys)
+    rig.check()
+
+
+async def a_prefix_held_beside_evictions() -> None:
+    rig = Rig(host_slots=4, store_pages=None)
+    keys = chain("a", 3)
+    async with rig.running():
+        await rig.back_up(rig.node(keys))
+        await rig.prefetched("r", keys)
+        rig.forget_host()
+        await rig.back_up(rig.node(chain("b", 3)))
+        ids = rig.give_restore("r", 3)
+        assert await rig.reply("r") is not None
+        rig.assert_bytes(ids, keys)
+    rig.check()
+
+
+async def a_kernel_that_writes_behind_the_fence() -> None:
+    rig = Rig(store_pages=None)
+    keys = chain("a", 3)
+    async with rig.running():
+        fence, node = anyio.Event(), rig.node(keys)
+        for pool in POOLS:
+            rig.device.poison(pool, node.pages[pool])
+        step = rig.give_step(node, fence=fence)
+        await anyio.sleep(0.1)
+        for pool in POOLS:
+            rig.device.load(pool, node.pages[pool], b"".join(page_bytes(key, pool) for key in keys))
+        fence.set()
+        await rig.ack(step)
+        await rig.restored("r", keys)
+    rig.check()
+
+
+async def a_page_that_fails_and_its_child() -> None:
+    rig = Rig(store_faults=FaultPlan({("write", n): Fault.CORRUPT for n in range(2)}), deposit_retries=1)
+    keys = chain("a", 3)
+    async with rig.running():
+        await rig.back_up(rig.node(keys[:2]))
+        await rig.quiet()
+        await rig.back_up(rig.node(keys[2:], keys[1]))
+        await rig.quiet()
+        assert rig.store is not None
+        assert rig.store.contents() == set(keys)
+    rig.check()
+
+
+async def a_prefix_that_nobody_takes_over_a_restart() -> None:
+    rig = Rig()
+    keys = chain("a", 2)
+    async with rig.running():
+        await rig.back_up(rig.node(keys))
+        await rig.prefetched("r", keys)
+        await rig.crash("prefetch")
+        await anyio.sleep(rig.config.claim_lifetime_s + 1)
+        rig.check()
+
+
+async def a_restart_in_the_middle_of_a_batch() -> None:
+    rig = Rig(store_latency_s=0.01)
+    stored = chain("stored", 2)
+    async with rig.running():
+        await rig.stored(stored)
+        plant(rig, "touch", 1)
+        for request_id in ("reads", "breaks"):
+            rig.orders.prefetch(request := PrefetchRequest(request_id, stored))
+            rig.desk.prefetch(request)
+        rig.desk.flush_pending_backups()
+        await anyio.sleep(5)
+        await rig.ports_quiet()
+    rig.check()
+
+
+# What is taken away.
+
+
+def release_at_once(patch: Patch) -> None:
+    patch.setattr(LoopState, "release_when_quiet", lambda state, operation, claim, size: claim.release())
+
+
+def abandon_failed_nodes_at_once(patch: Patch) -> None:
+    settle = ConfirmationActor._settle
+
+    def hasty(actor: ConfirmationActor, started: Any, good: int, agreed: int) -> None:
+        for index, node in enumerate(started.staged):
+            if not good & agreed >> index & 1:
+                actor._state.abandon_unfilled(node.pages)
+        settle(actor, started, good, agreed)
+
+    patch.setattr(ConfirmationActor, "_settle", hasty)
+
+
+def no_give_up_of_copies(patch: Patch) -> None:
+    patch.setattr(ConfirmationActor, "_give_up", lambda *args: None)
+
+
+def no_give_up_of_deposits(patch: Patch) -> None:
+    patch.setattr(DepositActor, "_give_up", lambda *args: None)
+
+
+def no_end_of_searches(patch: Patch) -> None:
+    async def search(actor: PrefetchActor, search: Any) -> None:
+        with search.scope:
+            assert actor._reader is not None
+            await actor._reader.read(search.prefix)
+        del actor._searches[search.prefix.request.request_id]
+        answers: list[Any] = []
+        actor._conclude(search.prefix, answers)
+        actor._state.outbox.deliver(answers)
+        actor._idle.set()
+        actor._poke()
+
+    patch.setattr(PrefetchActor, "_search", search)
+
+
+def no_give_back_of_reads(patch: Patch) -> None:
+    patch.setattr(PrefixReader, "_give_back", lambda *args: None)
+
+
+def no_settling_of_restores(patch: Patch) -> None:
+    settle = RestoreActor._settle
+
+    def forgetful(actor: RestoreActor, copy: Any, taken: Any, outcome: Any) -> None:
+        if outcome is not None:
+            settle(actor, copy, taken, outcome)
+
+    patch.setattr(RestoreActor, "_settle", forgetful)
+
+
+def no_pin_on_prefixes(patch: Patch) -> None:
+    def extend(prefix: HeldPrefix, pages: Sequence[Any]) -> None:
+        prefix.pages.extend(pages)
+        if pages and prefix._claim is None:
+            prefix._claim = prefix.ledger.take("prefetch", prefix.request.request_id, lambda: None)
+
+    patch.setattr(HeldPrefix, "extend", extend)
+
+
+def no_pin_on_deposits(patch: Patch) -> None:
+    def deposit(actor: ConfirmationActor, step: int, ready: Sequence[Any], tails: Sequence[Any]) -> None:
+        claim = actor._state.ledger.take("deposit", step, lambda: None)
+        actor._state.inboxes.deposit.tell(DepositPages(list(ready), claim))
+
+    patch.setattr(ConfirmationActor, "_deposit", deposit)
+
+
+def restores_release_at_the_submit(patch: Patch) -> None:
+    follow = RestoreActor._follow
+
+    async def hasty(actor: RestoreActor, copy: Any, taken: Sequence[Any]) -> None:
+        for one in taken:
+            one.prefix.claim.release()
+            one.prefix._claim = None
+        await follow(actor, copy, taken)
+
+    patch.setattr(RestoreActor, "_follow", hasty)
+
+
+def the_fence_is_ignored(patch: Patch) -> None:
+    submit = LoopDevice.submit
+    patch.setattr(LoopDevice, "submit", lambda device, plan, fence: submit(device, plan, None))
+
+
+def a_child_counts_as_stored_without_its_parent(patch: Patch) -> None:
+    def take(actor: DepositActor, pages: Sequence[Any], outcomes: Sequence[Any], reasons: dict[Any, Any]) -> list[Any]:
+        for page, outcome in zip(pages, outcomes, strict=True):
+            page.stored = page.stored or outcome.value == "ok"
+        return [page for page in pages if not page.stored]
+
+    def missing(pages: Sequence[Any]) -> list[Any]:
+        result: list[Any] = []
+        for page in pages:
+            step, path = page, []
+            while step is not None and not step.stored and step not in result:
+                path.append(step)
+                step = step.parent
+            result += reversed(path)
+        return result
+
+    patch.setattr(DepositActor, "_take", take)
+    patch.setattr("kvcr_actors.actors.deposit._with_missing_parents", missing)
+
+
+def no_expiry_after_a_restart(patch: Patch) -> None:
+    watch = PrefetchActor._watch_expiry
+
+    def only_later(actor: PrefetchActor) -> None:
+        if hasattr(actor, "_awake"):
+            watch(actor)
+        actor._awake = True  # type: ignore[attr-defined]
+
+    patch.setattr(PrefetchActor, "_watch_expiry", only_later)
+
+
+def abandoned_batches_are_answered_again(patch: Patch) -> None:
+    abandon = PrefetchActor.abandon
+
+    def forgetful(actor: PrefetchActor, batch: Any, error: BaseException) -> None:
+        actor._begun.clear()
+        abandon(actor, batch, error)
+
+    patch.setattr(PrefetchActor, "abandon", forgetful)
+
+
+PROTECTIONS: list[tuple[Callable[[Patch], None], Scenario]] = [
+    (release_at_once, a_late_copy_beside_a_prefetch),
+    (release_at_once, a_late_read_beside_a_backup),
+    (release_at_once, a_stalled_write_beside_evictions),
+    (abandon_failed_nodes_at_once, a_late_copy_beside_a_prefetch),
+    (no_give_up_of_copies, every_await_of_the_confirmation),
+    (no_give_up_of_deposits, every_await_of_the_deposit),
+    (no_end_of_searches, every_await_of_the_prefetch),
+    (no_give_back_of_reads, every_await_of_the_prefetch),
+    (no_settling_of_restores, every_await_of_the_restore),
+    (no_pin_on_prefixes, a_prefix_held_beside_evictions),
+    (no_pin_on_deposits, a_stalled_write_beside_evictions),
+    (restores_release_at_the_submit, an_open_restore_beside_evictions),
+    (the_fence_is_ignored, a_kernel_that_writes_behind_the_fence),
+    (a_child_counts_as_stored_without_its_parent, a_page_that_fails_and_its_child),
+    (no_expiry_after_a_restart, a_prefix_that_nobody_takes_over_a_restart),
+    (abandoned_batches_are_answered_again, a_restart_in_the_middle_of_a_batch),
+]
+
+
+@pytest.mark.parametrize(("remove", "scenario"), PROTECTIONS, ids=lambda part: part.__name__)
+def test_without_its_protection_a_scenario_breaks(
+    remove: Callable[[Patch], None], scenario: Scenario, monkeypatch: Patch
+) -> None:
+    run_virtual(scenario)
+    remove(monkeypatch)
+    with pytest.raises((AssertionError, TimeoutError, KeyError, BaseExceptionGroup)):
+        run_virtual(scenario)

@@ -1,0 +1,59 @@
+"""Ctrl-C in a real process: status 130, one line, and nothing half written."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+LONG = 200_000
+"""Requests that no machine replays before the signal arrives."""
+
+
+def long_trace(folder: Path) -> Path:
+    path = folder / "long.jsonl"
+    with path.open("w") as file:
+        for number in range(LONG):
+            record = {"timestamp": number, "input_length": 9, "output_length": 3, "hash_ids": [0, number + 1]}
+            file.write(f"{json.dumps(record)}\n")
+    return path
+
+
+@pytest.mark.parametrize("seconds_after_start", [0.0, 3.0], ids=["while it starts", "while it runs"])
+@pytest.mark.parametrize("loop", ["asyncio", "trio"])
+def test_an_interrupt_leaves_neither_files_nor_a_store_folder(
+    tmp_path: Path, loop: str, seconds_after_start: float
+) -> None:
+    trace = long_trace(tmp_path)
+    outputs, temporary = tmp_path / "outputs", tmp_path / "temporary"
+    outputs.mkdir()
+    temporary.mkdir()
+    arguments = ["--loop", loop, "--store", "disk", "--json", outputs / "report.json", "--plot", outputs / "hits.png"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvcr_actors.cli", "replay", trace, *arguments],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"TMPDIR": str(temporary)},
+    )
+    try:
+        assert process.stderr is not None
+        assert "effective configuration" in process.stderr.readline()
+        time.sleep(seconds_after_start)
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130
+    assert output == ""
+    assert errors.splitlines()[-1] == "kvcr-actors replay: interrupted; no output was written"
+    assert "Traceback" not in errors
+    assert list(outputs.iterdir()) == []
+    assert [path.name for path in temporary.iterdir() if path.name.startswith("kvcr-actors-")] == []

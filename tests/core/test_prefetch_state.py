@@ -1,0 +1,86 @@
+"""A held prefix keeps its pages by one claim on the deepest, and gives it back once."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvcr_actors.core.host_tier import HostPage, HostTier
+from kvcr_actors.core.ledger import ClaimLedger
+from kvcr_actors.core.prefetch_state import HeldPrefix, Phase
+from kvcr_actors.types import AllPages, CacheLayout, MissReason, PoolSpec, PrefetchRequest, TrailingPages
+
+LAYOUT = CacheLayout((PoolSpec("kv", 2, 64, AllPages()), PoolSpec("mamba", 1, 8, TrailingPages(1))))
+KEYS = tuple(letter.encode() for letter in "abcd")
+
+
+@pytest.fixture
+def held() -> HeldPrefix:
+    return HeldPrefix(PrefetchRequest("r", KEYS, device_pages=1), HostTier(LAYOUT, 8), ClaimLedger(), store_on=True)
+
+
+def pages_of(held: HeldPrefix, masks: list[int]) -> list[HostPage]:
+    return held.host.commit(held.host.reserve(None, KEYS[: len(masks)], masks))
+
+
+def test_the_claim_moves_to_the_deepest_page_and_is_released_once(held: HeldPrefix) -> None:
+    pages = pages_of(held, [3, 3, 3])
+    held.extend([])
+    assert held.claim is None
+    held.extend(pages[:1])
+    first = held.claim
+    held.extend(pages[1:])
+    assert held.claim is first
+    assert [page.pins for page in pages] == [0, 0, 1]
+    assert held.host.clear() == 0
+    assert held.beyond_device == 2
+    held.advance(Phase.READY)
+    held.end()
+    assert held.ledger.open == 0
+    assert held.host.clear() == 3
+
+
+def test_a_prefix_that_found_nothing_has_no_claim_to_release(held: HeldPrefix) -> None:
+    assert held.beyond_device == 0
+    held.end()
+    assert (held.ledger.taken, held.phase) == (0, Phase.ENDED)
+
+
+def test_phases_only_move_forward(held: HeldPrefix) -> None:
+    with pytest.raises(RuntimeError, match="request r: searching cannot become restoring"):
+        held.advance(Phase.RESTORING)
+    held.advance(Phase.READY)
+    held.advance(Phase.RESTORING)
+    held.end()
+    with pytest.raises(RuntimeError, match="ended cannot become ended"):
+        held.end()
+
+
+def test_a_part_that_some_pool_cannot_restore_is_cut_off(held: HeldPrefix) -> None:
+    held.extend(pages_of(held, [1, 3, 1]))
+    held.truncate(LAYOUT)
+    assert (len(held.pages), held.miss) == (2, MissReason.INCOMPLETE)
+    held.miss = MissReason.ABSENT
+    held.truncate(LAYOUT)
+    assert (len(held.pages), held.miss) == (2, MissReason.ABSENT)
+    held.end()
+    assert held.host.clear() == 3
+
+
+def test_a_release_without_a_pin_left_is_harmless(held: HeldPrefix) -> None:
+    held.extend(pages_of(held, [3]))
+    assert held.claim is not None
+    held.claim.release()
+    held._unpin()
+    assert held.host.clear() == 1
+
+
+def test_the_account_covers_every_page_beyond_the_device(held: HeldPrefix) -> None:
+    held.extend(pages_of(held, [3, 3, 3]))
+    held.host_pages = 2
+    held.fail(MissReason.READ_FAILED)
+    assert held.failed
+    account = held.account(3, MissReason.NOT_RESTORED)
+    assert (account.host.queried, account.host.used, account.store.used) == (3, 1, 1)
+    assert account.reasons == {MissReason.READ_FAILED: 1}
+    later = held.account(3, MissReason.NOT_RESTORED, device=9)
+    assert (later.host.queried, later.reasons) == (0, {})

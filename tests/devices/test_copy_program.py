@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from kvcr_actors.core.copy_plan import CopyPlan, Direction, plan_copy
+from kvcr_actors.devices.copy_program import HEADER_FIELDS, TileShape, cut_parts, encode, index_words
+from kvcr_actors.devices.host_transfers import PITCHED_PAGES, HostPairs
+from kvcr_actors.devices.pairs import check_pairs
+from kvcr_actors.devices.staging_ring import StagingRing
+from kvcr_actors.errors import DeviceError
+from kvcr_actors.types import CacheLayout, PoolSpec
+
+LAYOUT = CacheLayout((PoolSpec("kv", 4, 8), PoolSpec("swa", 2, 24), PoolSpec("mamba", 1, 100)))
+WHOLE = [tuple((0, pool.planes) for pool in LAYOUT.pools)]
+
+
+def pairs_of(plan: CopyPlan, chunk_slots: int = 1 << 30) -> list[HostPairs]:
+    return [
+        HostPairs(
+            check_pairs(LAYOUT, plan.direction, copy, 1000, 1000), LAYOUT.pools[copy.pool].page_bytes, chunk_slots
+        )
+        for copy in plan.pools
+    ]
+
+
+def plan_of(*slots: list[int]) -> CopyPlan:
+    return plan_copy(Direction.TO_HOST, [(tuple(list(range(len(of_pool))) for of_pool in slots), tuple(slots))])
+
+
+@pytest.mark.parametrize("limit", [100, 101, 116, 250, 1 << 20])
+def test_parts_hold_every_pair_once_in_order_and_fit_the_limit(limit: int) -> None:
+    copies = pairs_of(plan_of(list(range(7)), list(range(3)), list(range(4))))
+    parts = cut_parts(LAYOUT, copies, WHOLE, limit)
+    assert all(part.size <= limit for part in parts)
+    for copy in copies:
+        pieces = [piece for part in parts for piece in part.pieces if piece.pairs is copy]
+        assert [piece.start for piece in pieces] == [0, *(piece.end for piece in pieces[:-1])]
+        assert pieces[-1].end == copy.count
+    for part in parts:
+        assert len({piece.pairs.pool for piece in part.pieces}) == len(part.pieces)
+        ends = [piece.offset + piece.pages * piece.row_bytes for piece in part.pieces]
+        begins = [piece.offset for piece in part.pieces]
+        assert all(end <= begin for end, begin in zip(ends, begins[1:], strict=False))
+        assert ends[-1] == part.size
+
+
+def test_a_page_that_no_part_can_hold_is_an_error_that_names_the_pool() -> None:
+    with pytest.raises(DeviceError, match="pool mamba: a page's 100 bytes exceed 99"):
+        cut_parts(LAYOUT, pairs_of(plan_of([1], [1], [1])), WHOLE, 99)
+
+
+def test_a_group_without_planes_of_a_pool_leaves_it_out() -> None:
+    copies = pairs_of(plan_of([1, 2], [1, 2], [1, 2]))
+    parts = cut_parts(LAYOUT, copies, [((0, 1), (0, 0), (0, 1)), ((1, 3), (0, 2), (1, 0))], 1 << 20)
+    assert [[piece.pairs.pool for piece in part.pieces] for part in parts] == [[0, 2], [0, 1]]
+    assert [part.group for part in parts] == [0, 1]
+
+
+def test_the_index_buffer_tells_each_part_its_programs_and_pages() -> None:
+    copies = pairs_of(plan_of(list(range(5)), [], [9]))
+    parts = cut_parts(LAYOUT, copies, WHOLE, 110)
+    tile = TileShape(rows=2, columns=1, word_bytes=4)
+    buffer = np.full(index_words(LAYOUT, parts, copies), -7)
+    encoded = encode(LAYOUT, parts, [1000, 2000, 3000][: len(parts)], copies, tile, buffer)
+    assert [part.programs for part in encoded] == [12, 8, 13][: len(parts)]
+    headers = buffer[: len(parts) * 3 * HEADER_FIELDS].reshape(len(parts), 3, HEADER_FIELDS)
+    first = len(parts) * 3 * HEADER_FIELDS
+    assert headers[0].tolist() == [[0, 3, first, 1000, 0, 4], [12, 0, 0, 0, 0, 1], [12, 0, 0, 0, 0, 1]]
+    assert headers[1].tolist() == [[0, 2, first + 3, 2000, 0, 4], [8, 0, 0, 0, 0, 1], [8, 0, 0, 0, 0, 1]]
+    assert headers[2].tolist() == [[0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 1], [0, 1, first + 5, 3000, 0, 1]]
+    assert encoded[1].pages_at == (first + 3,)
+    assert buffer[first:].tolist() == [0, 1, 2, 3, 4, 0]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_transfers_name_each_byte_once_whatever_the_runs(seed: int) -> None:
+    rng = random.Random(seed)
+    slots: list[int] = []
+    while len(slots) < 60:
+        begin = (slots[-1] + 2 if slots else 0) + rng.randrange(3)
+        slots += range(begin, begin + rng.choice([1, 2, PITCHED_PAGES - 1, PITCHED_PAGES, 30]))
+    chunk = rng.choice([7, 16, 1 << 30])
+    (pairs,) = pairs_of(plan_of(slots, [], []), chunk)
+    start = rng.choice([0, 0, 5])
+    end = rng.choice([len(slots), len(slots), 40])
+    column, width = rng.choice([(0, 32), (8, 16), (24, 8)])
+    transfers = pairs.transfers(start, end, column, width, 10_000, 1_000_000)
+    seen: dict[int, int] = {}
+    rows = list(zip(transfers.staging, transfers.host, transfers.sizes, strict=True))
+    for row, address, row_bytes, count, pitch in transfers.pitched:
+        rows += [(row + number * row_bytes, address + number * pitch, row_bytes) for number in range(count)]
+        assert (address - 1_000_000) // (32 * chunk) == (address + (count - 1) * pitch - 1_000_000) // (32 * chunk)
+    for staging, host, size in rows:
+        assert (host - 1_000_000) // (32 * chunk) == (host + size - 1 - 1_000_000) // (32 * chunk)
+        for offset in range(size):
+            assert staging + offset not in seen
+            seen[staging + offset] = host + offset
+    expected = {
+        10_000 + index * width + offset: 1_000_000 + slots[start + index] * 32 + column + offset
+        for index in range(end - start)
+        for offset in range(width)
+    }
+    assert seen == expected
+
+
+def test_one_run_is_one_copy() -> None:
+    (pairs,) = pairs_of(plan_of(list(range(5, 50)), [], []))
+    whole = pairs.transfers(0, 45, 0, 32, 0, 0)
+    assert (whole.staging, whole.host, whole.sizes, whole.pitched) == ([0], [160], [45 * 32], [])
+    column = pairs.transfers(0, 45, 8, 16, 0, 0)
+    assert (column.sizes, column.pitched) == ([], [(0, 168, 16, 45, 32)])
+
+
+def test_a_region_comes_after_every_region_that_it_overlaps() -> None:
+    rng = random.Random(1)
+    ring = StagingRing[int](64 << 10)
+    holders: list[tuple[int, int, int]] = []
+    for number in range(500):
+        region = ring.take(rng.choice([1, 300, 5_000, 30_000]))
+        assert region.offset + region.size <= ring.size
+        assert region.offset % 256 == 0
+        region.released = number
+        over = {
+            holder
+            for holder, offset, size in holders
+            if offset < region.offset + region.size and region.offset < offset + size
+        }
+        assert over <= set(region.events_before())
+        holders = [holder for holder in holders if holder[0] not in region.events_before()]
+        holders.append((number, region.offset, region.size))
+    assert len(holders) < 300
+
+
+def test_a_region_larger_than_the_ring_is_refused() -> None:
+    ring = StagingRing[int](4096)
+    assert ring.take(4096).before == ()
+    with pytest.raises(DeviceError, match="ring of 4096"):
+        ring.take(4097)

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from kvcr_actors.errors import TraceError
+from kvcr_actors.replay.trace import TraceRequest, find_real_trace, read_trace, shipped_trace
+
+GOOD = {"timestamp": 0, "input_length": 700, "output_length": 3, "hash_ids": [0, 7]}
+
+
+def write_lines(path: Path, *records: object) -> Path:
+    path.write_text("".join(f"{record if isinstance(record, str) else json.dumps(record)}\n" for record in records))
+    return path
+
+
+def test_requests_come_in_file_order_and_unknown_fields_are_ignored(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "t.jsonl", GOOD | {"timestamp": 9, "model": "x"}, GOOD | {"hash_ids": [1]})
+    assert read_trace(path) == [TraceRequest(9, 700, 3, (0, 7)), TraceRequest(0, 700, 3, (1,))]
+
+
+def test_a_gzipped_trace_reads_like_a_plain_one(tmp_path: Path) -> None:
+    plain = write_lines(tmp_path / "t.jsonl", GOOD, GOOD)
+    packed = tmp_path / "t.jsonl.gz"
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    assert read_trace(packed) == read_trace(plain)
+
+
+def test_blank_lines_are_skipped_but_counted_in_line_numbers(tmp_path: Path) -> None:
+    assert len(read_trace(write_lines(tmp_path / "good.jsonl", GOOD, "", "  ", GOOD))) == 2
+    with pytest.raises(TraceError, match="line 3: not JSON"):
+        read_trace(write_lines(tmp_path / "bad.jsonl", GOOD, "", "no"))
+
+
+def test_the_limit_counts_requests_and_leaves_later_lines_unread(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "t.jsonl", GOOD, GOOD, "broken")
+    assert len(read_trace(path, limit=2)) == 2
+    with pytest.raises(TraceError, match="line 3"):
+        read_trace(path, limit=3)
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("9" * 5_000, "not JSON"),
+        ("[1]", "a JSON list, not an object"),
+        ("3", "a JSON int, not an object"),
+        ({"timestamp": 0, "input_length": 1, "output_length": 1}, "the field 'hash_ids' is missing"),
+        ({"hash_ids": [1], "input_length": 1, "output_length": 1}, "the field 'timestamp' is missing"),
+        (GOOD | {"hash_ids": [3, -1]}, "hash_ids has -1"),
+        (GOOD | {"hash_ids": [True]}, "hash_ids has true"),
+        (GOOD | {"hash_ids": [1.0]}, "hash_ids has 1.0"),
+        (GOOD | {"hash_ids": ["1"]}, 'hash_ids has "1"'),
+        (GOOD | {"hash_ids": [1 << 63]}, "hash_ids has 9223372036854775808"),
+        (GOOD | {"hash_ids": [4, 4]}, "names a block twice"),
+        (GOOD | {"hash_ids": []}, "not a list of at least one block"),
+        (GOOD | {"hash_ids": 5}, "not a list of at least one block"),
+        (GOOD | {"hash_ids": {"a": list(range(99))}}, r"\.\.\. is not a list"),
+        (GOOD | {"timestamp": -1}, "timestamp -1"),
+        (GOOD | {"timestamp": float("nan")}, "timestamp NaN"),
+        (GOOD | {"timestamp": False}, "timestamp false"),
+        (GOOD | {"input_length": -5}, "input_length -5"),
+        (GOOD | {"output_length": None}, "output_length null"),
+    ],
+)
+def test_a_bad_line_is_named_with_its_file_and_number(tmp_path: Path, line: object, complaint: str) -> None:
+    path = write_lines(tmp_path / "t.jsonl", GOOD, line)
+    with pytest.raises(TraceError, match=complaint) as caught:
+        read_trace(path)
+    assert str(caught.value).startswith(f"{path}, line 2: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_a_folder_and_an_empty_file_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="no such trace"):
+        read_trace(tmp_path / "absent.jsonl")
+    with pytest.raises(TraceError, match="this is a folder"):
+        read_trace(tmp_path)
+    with pytest.raises(TraceError, match="has no requests"):
+        read_trace(write_lines(tmp_path / "empty.jsonl"))
+    with pytest.raises(TraceError, match="cannot be read"):
+        read_trace(write_lines(tmp_path / "file") / "below.jsonl")
+
+
+def test_damaged_gzip_data_is_named_with_the_line_it_stops_at(tmp_path: Path) -> None:
+    packed = gzip.compress("".join(f"{json.dumps(GOOD | {'hash_ids': [n]})}\n" for n in range(20_000)).encode())
+    path = tmp_path / "t.jsonl.gz"
+    path.write_bytes(packed[: len(packed) // 2])
+    with pytest.raises(TraceError, match=r"line \d{3,}: damaged gzip data"):
+        read_trace(path)
+    path.write_bytes(b"plain text")
+    with pytest.raises(TraceError, match="line 1: damaged gzip data"):
+        read_trace(path)
+    path.write_bytes(packed[:100] + b"\xff" * 50 + packed[150:])
+    with pytest.raises(TraceError, match="damaged gzip data"):
+        read_trace(path)
+
+
+def test_a_gzipped_file_without_the_suffix_is_recognised_as_not_text(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_bytes(gzip.compress(json.dumps(GOOD).encode()))
+    with pytest.raises(TraceError, match=r"line 1: not UTF-8 text; a gzipped trace must end in \.gz"):
+        read_trace(path)
+
+
+def test_the_shipped_trace_shares_prefixes_and_fits_the_default_tiers() -> None:
+    requests = read_trace(shipped_trace())
+    parents: dict[int, int | None] = {}
+    for request in requests:
+        parent = None
+        for block in request.hash_ids:
+            assert parents.setdefault(block, parent) == parent
+            parent = block
+    asked = sum(len(request.hash_ids) for request in requests)
+    assert 200 <= len(requests) <= 1_000
+    assert len(parents) < asked / 2
+    assert max(len(request.hash_ids) for request in requests) < 100
+
+
+def test_real_traces_are_looked_for_where_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVCR_ACTORS_TRACES", str(tmp_path))
+    assert find_real_trace("a.jsonl") is None
+    path = write_lines(tmp_path / "a.jsonl", GOOD)
+    assert find_real_trace("a.jsonl") == path

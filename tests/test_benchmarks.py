@@ -1,0 +1,34 @@
+"""The benchmarks run and report what their documents show; the figures themselves are not looked at."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+def test_the_hand_off_benchmark_measures_every_way_size_and_condition(tmp_path: Path):
+    report = tmp_path / "handoff.json"
+    words = ["--rounds", "1", "--steps", "1", "--loop", "asyncio", "--markdown", "--json", report]
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / "handoff.py", *words], check=False, capture_output=True, text=True, timeout=110
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    found = json.loads(report.read_text())
+    cells = {(cost["loop"], cost["condition"], cost["way"], cost["nodes"]) for cost in found["costs"]}
+    steps = set(product(["asyncio"], ["idle", "contended"], ["handoff", "native", "portal"], [1, 64, 512]))
+    takes = set(product(["asyncio"], ["idle", "contended"], ["take"], [0, 64]))
+    assert cells == steps | takes
+    assert len(found["costs"]) == len(cells)
+    assert all(0 < cost["p50_us"] <= cost["p99_us"] for cost in found["costs"])
+    assert [(row["loop"], row["condition"]) for row in found["summary"]] == [
+        ("asyncio", "idle"),
+        ("asyncio", "contended"),
+    ]
+    assert {"cpu", "cores", "load", "python"} == set(found["machine"])
+    rows = [line for line in done.stdout.splitlines() if line.startswith("| asyncio")]
+    assert len(rows) == len(cells) + len(found["summary"])
