@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Hashable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import anyio
@@ -16,6 +18,7 @@ from kvcr_actors.core.inventory import InventoryEvent
 from kvcr_actors.core.ledger import ClaimLedger
 from kvcr_actors.core.stats import ControllerStats
 from kvcr_actors.errors import ControllerClosedError, DeadlineError, InvalidNodeError
+from kvcr_actors.events.contexts import ContextTable
 from kvcr_actors.messages import (
     BackupAck,
     Completion,
@@ -57,10 +60,17 @@ class AsyncController:
         store: Store | None = None,
         ranks: Ranks | None = None,
         sinks: Sequence[EventSink] = (),
+        contexts: ContextTable | None = None,
     ) -> None:
         self.config = config or ControllerConfig()
         self._assembly = Assembly(
-            self.config, device=device, store=store, ranks=ranks or SingleRank(), sinks=sinks, relay=True
+            self.config,
+            device=device,
+            store=store,
+            ranks=ranks or SingleRank(),
+            sinks=sinks,
+            relay=True,
+            contexts=contexts,
         )
         self._desk = self._assembly.make_desk()
         self._host = TaskHost(self._main)
@@ -69,7 +79,13 @@ class AsyncController:
         """Prefixes that stand ready for a restore."""
         self._expired: dict[RequestId, PrefetchCancelled] = {}
         """How those ended that were given up first; kept until their restore is asked for."""
+        self._left = Counter[RequestId]()
+        """Cancelled prefetches whose end is to come: before the answer to a later request of the same id."""
+        self._left_restores: set[RequestId] = set()
+        """Restores whose caller has gone; their ids are in use until they are over."""
         self._failure: str | None = None
+        self.unclaimed_acks: list[BackupAck] = []
+        """Acks of backups whose caller was cancelled or ran out of time; the caller may clear it."""
         self.failed_deposits: list[DepositFailed] = []
         """Pages that stay out of the store after the last retry; the caller may clear it."""
 
@@ -78,14 +94,20 @@ class AsyncController:
         await self._host.start(timeout_s)
         return self
 
-    async def close(self, timeout_s: float = 120.0) -> None:
-        """Drain and stop; a second call has nothing to do. Raises what the controller failed with, or DeadlineError."""
-        await self._host.stop(timeout_s)
+    async def close(self, timeout_s: float | None = None) -> None:
+        """Drain and stop; a second call has nothing to do. Raises what the controller failed with, or DeadlineError.
+
+        The default timeout is as long as the configured budgets together.
+        """
+        await self._host.stop(self._assembly.close_budget_s if timeout_s is None else timeout_s)
 
     async def backup(
         self, nodes: Sequence[BackupNode], fence: object | None = None, timeout_s: float = 60.0
     ) -> BackupAck:
-        """Back up nodes as one step, in one submit, and wait for its ack."""
+        """Back up nodes as one step, in one submit, and wait for its ack.
+
+        The ack of a caller that is cancelled meanwhile, or runs out of time, goes to `unclaimed_acks`.
+        """
         self._check_running()
         self._desk.write_all(nodes)
         step = self._desk.flush_pending_backups(fence)
@@ -106,11 +128,14 @@ class AsyncController:
         what = f"the prefetch of {request.request_id}"
         if ("request", request.request_id) in self._waiters or request.request_id in self._ready:
             raise InvalidNodeError(f"{what} is awaited already, or stands ready; use another request id")
+        if request.request_id in self._left_restores:
+            raise InvalidNodeError(f"{what}: a restore of that id is not over; use another request id")
         self._expired.pop(request.request_id, None)
         self._desk.prefetch(request)
         self._desk.flush_pending_backups()
+        left = partial(self._left.update, (request.request_id,))
         try:
-            answer = await self._completion(("request", request.request_id), what, timeout_s)
+            answer = await self._completion(("request", request.request_id), what, timeout_s, left)
         except BaseException:
             self.cancel(request.request_id)
             raise
@@ -137,16 +162,24 @@ class AsyncController:
         self._desk.restore(order)
         self._ready.remove(order.request_id)
         self._desk.flush_pending_backups(fence)
-        answer = await self._completion(("request", order.request_id), what, timeout_s)
+        left = partial(self._left_restores.add, order.request_id)
+        answer = await self._completion(("request", order.request_id), what, timeout_s, left)
         if not isinstance(answer, RestoreFinished | PrefetchCancelled):
             raise InvalidNodeError(f"{what} was answered by {answer!r}; use a request id for one request at a time")
         return answer
 
     def cancel(self, request_id: RequestId) -> None:
         """End a prefetch, wherever it stands."""
-        self._ready.discard(request_id)
+        if request_id in self._ready:
+            self._ready.remove(request_id)
+            self._left[request_id] += 1
         self._expired.pop(request_id, None)
         self._desk.cancel(request_id)
+        self._desk.flush_pending_backups()
+
+    def stop_prefetch(self, request_id: RequestId) -> None:
+        """Have a request do with what has arrived, unless its policy is to wait."""
+        self._desk.stop_prefetch(request_id)
         self._desk.flush_pending_backups()
 
     def publish(self, events: Sequence[InventoryEvent]) -> None:
@@ -157,12 +190,42 @@ class AsyncController:
     async def wait_quiet(self, timeout_s: float = 60.0) -> None:
         """Wait until every actor has handled all that was handed over."""
         self._check_running()
-        quiet = anyio.Event()
-        self._assembly.post(lambda: self._assembly.when_quiet(quiet.set))
         with anyio.move_on_after(timeout_s):
-            await quiet.wait()
+            await self._assembly.wait_quiet()
             return
         raise DeadlineError(f"the controller took more than {timeout_s:g} s to be quiet")
+
+    async def attach_store(self, store: Store, timeout_s: float = 60.0) -> None:
+        """Open a store and use it from now on; what stands in host memory is written to it. Works under load.
+
+        Raises what the store refuses with, ConfigError if one is attached, or DeadlineError.
+        """
+        self._check_running()
+        with anyio.move_on_after(timeout_s):
+            await self._assembly.slot.attach(store)
+            await self._assembly.slot.deposit_all()
+            return
+        raise DeadlineError(f"store {store.name} was not attached and filled within {timeout_s:g} s")
+
+    async def detach_store(self, timeout_s: float = 60.0) -> None:
+        """Use the store no more, let what is in flight end, and close it; serving goes on. Without a store: nothing."""
+        self._check_running()
+        with anyio.move_on_after(timeout_s):
+            await self._assembly.slot.detach(self.config.drain_budget_s)
+            return
+        raise DeadlineError(f"the store was not closed within {timeout_s:g} s")
+
+    async def checkpoint(self, label: str, timeout_s: float = 300.0) -> None:
+        """Bring every page of host memory to the store, or raise CheckpointError. Every rank gives the same label."""
+        self._check_running()
+        with anyio.move_on_after(timeout_s):
+            await self._assembly.slot.checkpoint(label)
+            return
+        raise DeadlineError(f"checkpoint {label} was not over within {timeout_s:g} s")
+
+    def clear_host(self) -> None:
+        """Evict from host memory whatever no claim protects."""
+        self._assembly.slot.clear_host()
 
     def describe(self) -> dict[str, Any]:
         """Every actor, inbox and open claim, the tiers and the ports, as they are now."""
@@ -204,28 +267,46 @@ class AsyncController:
         for completion in self._desk.take():
             match completion:
                 case BackupAck():
-                    self._give(("backup", completion.step), completion)
+                    if not self._give(("backup", completion.step), completion):
+                        self.unclaimed_acks.append(completion)
                 case PrefetchReady() | PrefetchCancelled() | RestoreFinished():
-                    self._give(("request", completion.request_id), completion)
+                    self._give_request(completion)
                 case DepositFailed():
                     self.failed_deposits.append(completion)
                 case ControllerFailed():
                     self._failure = completion.error
 
-    def _give(self, key: Hashable, completion: Completion) -> None:
+    def _give_request(self, completion: PrefetchReady | PrefetchCancelled | RestoreFinished) -> None:
+        request_id = completion.request_id
+        is_ready = isinstance(completion, PrefetchReady) and completion.account is None
+        if request_id in self._left_restores:
+            self._left_restores.remove(request_id)
+            log.debug("completion.unclaimed", completion=completion)
+        elif self._left[request_id]:
+            self._left[request_id] -= not is_ready  # one that became ready is still to be cancelled
+            log.debug("completion.unclaimed", completion=completion)
+        elif self._give(("request", request_id), completion):
+            if is_ready:
+                self._ready.add(request_id)
+        elif isinstance(completion, PrefetchCancelled) and request_id in self._ready:
+            self._ready.remove(request_id)
+            self._expired[request_id] = completion
+        if not self._left[request_id]:
+            del self._left[request_id]
+
+    def _give(self, key: Hashable, completion: Completion) -> bool:
+        """Hand a completion to whom waits for it; False if nobody does."""
         waiter = self._waiters.pop(key, None)
         if waiter is None:
-            if isinstance(completion, PrefetchCancelled) and completion.request_id in self._ready:
-                self._ready.remove(completion.request_id)
-                self._expired[completion.request_id] = completion
-            log.debug("completion.unclaimed", completion=completion)
-            return
-        if isinstance(completion, PrefetchReady) and completion.account is None:
-            self._ready.add(completion.request_id)
+            return False
         waiter.completion = completion
         waiter.arrived.set()
+        return True
 
-    async def _completion(self, key: Hashable, what: str, timeout_s: float) -> Completion:
+    async def _completion(
+        self, key: Hashable, what: str, timeout_s: float, left: Callable[[], object] | None = None
+    ) -> Completion:
+        """Wait for a completion; `left` is called if it is given up before that came."""
         waiter = self._waiters[key] = _Waiter()
         try:
             with anyio.move_on_after(timeout_s):
@@ -233,6 +314,8 @@ class AsyncController:
         finally:
             if self._waiters.get(key) is waiter:
                 del self._waiters[key]
+                if left is not None:
+                    left()
         if waiter.completion is not None:
             return waiter.completion
         self._check_running()
@@ -251,9 +334,11 @@ async def open_controller(
     store: Store | None = None,
     ranks: Ranks | None = None,
     sinks: Sequence[EventSink] = (),
+    contexts: ContextTable | None = None,
 ) -> AsyncGenerator[AsyncController]:
     """Run a controller as a task of this loop, asyncio or trio, for the length of an `async with` block."""
-    controller = await AsyncController(config, device=device, store=store, ranks=ranks, sinks=sinks).start()
+    controller = AsyncController(config, device=device, store=store, ranks=ranks, sinks=sinks, contexts=contexts)
+    await controller.start()
     try:
         yield controller
     finally:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 
 import anyio
 import anyio.abc
+import attrs
 import structlog
 
 from kvcr_actors.actors.backup import BackupActor
@@ -19,28 +21,32 @@ from kvcr_actors.actors.publisher import PublisherActor
 from kvcr_actors.actors.reading import PrefixReader
 from kvcr_actors.actors.restore import RestoreActor
 from kvcr_actors.actors.state import Inboxes, LoopState
-from kvcr_actors.actors.store_guard import GuardedStore
 from kvcr_actors.config import ControllerConfig
 from kvcr_actors.core.host_tier import HostTier
 from kvcr_actors.core.inventory import InventoryEvent
 from kvcr_actors.core.ledger import ClaimLedger
 from kvcr_actors.core.stats import ControllerStats
 from kvcr_actors.desk import EngineDesk
-from kvcr_actors.errors import ControllerClosedError, DeadlineError
+from kvcr_actors.errors import ControllerClosedError
+from kvcr_actors.events.contexts import ContextTable
 from kvcr_actors.messages import Completion, ControllerFailed
-from kvcr_actors.ports import Device, EventSink, Ranks, RunningEventSink, Store
+from kvcr_actors.port_life import PORT_CLOSE_BUDGETS, opened
+from kvcr_actors.ports import Description, Device, EventSink, OperationId, Ranks, RankTerms, RunningEventSink, Store
 from kvcr_actors.runtime.bell import LoopBell
 from kvcr_actors.runtime.breath import no_breath
 from kvcr_actors.runtime.inbox import Inbox
 from kvcr_actors.runtime.outbox import Outbox
+from kvcr_actors.runtime.questions import Questions
 from kvcr_actors.runtime.runtime import Runtime
 from kvcr_actors.runtime.supervisor import ActorSpec, RestartPolicy, raising_sole_cause
 from kvcr_actors.services import LoopServices, StoreServices
+from kvcr_actors.store_slot import STORE_CLOSE_BUDGETS, StoreSlot, close_slot
 from kvcr_actors.types import MissReason
 
 log = structlog.get_logger()
 
 _UNBOUNDED = sys.maxsize
+_CLOSE_MARGIN_S = 5.0
 
 
 class Assembly:
@@ -59,11 +65,13 @@ class Assembly:
         sinks: Sequence[EventSink],
         relay: bool,
         breathe: Callable[[], None] = no_breath,
+        contexts: ContextTable | None = None,
     ) -> None:
         limit = config.inbox_limit
         self.config = config
         self.device = device
-        self.store = store
+        self._first_store = store
+        self._slot: StoreSlot | None = None
         self.inboxes = Inboxes(
             backup=Inbox("backup", limit),
             # Never shed: its messages are bounded by the steps in flight.
@@ -74,6 +82,8 @@ class Assembly:
             publisher=Inbox("publisher", limit),
         )
         self.outbox: Outbox[Completion] = Outbox()
+        self.questions = Questions()
+        """What other threads want of the loop."""
         self.stats = ControllerStats()
         self.ledger = ClaimLedger()
         self.host = HostTier(device.layout, device.host.slots)
@@ -81,10 +91,30 @@ class Assembly:
         self._sinks = sinks
         self._relay = relay
         self._breathe = breathe
+        self._contexts = contexts
         self._bell: LoopBell | None = None
         self._runtime: Runtime | None = None
         self._state: LoopState | None = None
+        self._has_started = False
         self._failed = False
+
+    @property
+    def store(self) -> Store | None:
+        """The store that is attached, or will be at the start."""
+        return self._first_store if self._slot is None else self._slot.store
+
+    @property
+    def slot(self) -> StoreSlot:
+        """Where stores are attached. ControllerClosedError before the start and after the end."""
+        if self._slot is None or not self.questions.is_open:
+            raise ControllerClosedError("the controller is not running; start it first")
+        return self._slot
+
+    @property
+    def close_budget_s(self) -> float:
+        """The most that an orderly close takes, where every actor and port uses up its budget, and must be given up."""
+        others = len(attrs.fields(Inboxes)) + len(self._sinks) + 2  # the device and the ranks
+        return self.config.drain_budget_s * (PORT_CLOSE_BUDGETS * others + STORE_CLOSE_BUDGETS) + _CLOSE_MARGIN_S
 
     def make_desk(self) -> EngineDesk:
         """The engine's side of the hand-off."""
@@ -94,29 +124,37 @@ class Assembly:
             self.ring,
             pools=len(self.device.layout.pools),
             host_on=self.device.host.slots > 0,
-            store_on=self.store is not None,
+            store_on=lambda: self.store is not None,
+            join_without=self._join_without if self._ranks.size > 1 else None,
         )
+
+    def _join_without(self, operations: Sequence[OperationId]) -> None:
+        """From the engine's thread: what never reaches the actors is joined with nothing, for the other ranks."""
+
+        async def join() -> None:
+            for operation in operations:
+                self._ranks.propose(operation, 0).withdraw()
+
+        self.questions.send(join)
 
     def ring(self) -> None:
         """Wake the actors that have messages; from any thread."""
         if self._bell is not None:
             self._bell.ring()
 
-    def post(self, call: Callable[[], None]) -> bool:
-        """Run a call on the loop soon, from any thread; False if there is no loop."""
-        if self._bell is None:
-            return False
-        self._bell.post(call)
-        return True
-
     async def main(self, started: Callable[[], None], stop: anyio.Event) -> None:
         """Open, run until `stop`, drain, close. What is still quarantined at the end is logged, and left mapped."""
         bell = LoopBell(_log_fault, relay=self._relay)
+
+        def note_started() -> None:
+            self._has_started = True
+            started()
+
         try:
             with raising_sole_cause():
                 async with anyio.create_task_group() as tasks:
                     self._bell = bell
-                    await self._run_sinks(tasks, bell, started, stop)
+                    await self._run_sinks(tasks, bell, note_started, stop)
                     tasks.cancel_scope.cancel()
         except Exception as error:
             self._tell_failure(error)
@@ -125,6 +163,7 @@ class Assembly:
             self._close_inboxes()
             self._bell = None
             bell.close()
+            self.questions.end()
             self._publish_last()
             if self.ledger.open:
                 log.error("controller.claims_left", claims=[repr(claim) for claim in self.ledger.open_claims()])
@@ -133,58 +172,59 @@ class Assembly:
         self, tasks: anyio.abc.TaskGroup, bell: LoopBell, started: Callable[[], None], stop: anyio.Event
     ) -> None:
         services = LoopServices(tasks, bell, self._refuse_events)
-        opened: list[RunningEventSink] = []
-        try:
+        budget_s = self.config.drain_budget_s
+        async with AsyncExitStack() as sinks:
             for sink in self._sinks:
                 if isinstance(sink, RunningEventSink):
-                    await sink.open(services)
-                    opened.append(sink)
-            await self._run_ports(tasks, bell, started, stop)
-        finally:
-            self._publish_last()
-            for sink in opened:
-                await _close(f"event sink {type(sink).__name__}", sink.close, self.config.drain_budget_s)
+                    name = f"event sink {type(sink).__name__}"
+                    await sinks.enter_async_context(opened(name, sink, partial(sink.open, services), budget_s))
+            try:
+                await self._run_ports(tasks, bell, started, stop)
+            finally:
+                self._publish_last()
 
     @staticmethod
     def _refuse_events(events: Sequence[InventoryEvent]) -> None:
-        raise TypeError(f"an event sink published {len(events)} events; sinks only take them")
+        raise TypeError(f"{len(events)} events were published by a sink, the device or the ranks; only a store does")
 
     async def _run_ports(
         self, tasks: anyio.abc.TaskGroup, bell: LoopBell, started: Callable[[], None], stop: anyio.Event
     ) -> None:
-        def observe(events: Sequence[InventoryEvent]) -> None:
-            state.observe_store(events)
-
-        services = LoopServices(tasks, bell, observe)
+        services = LoopServices(tasks, bell, self._refuse_events)
         state = self._state = LoopState(
             config=self.config,
             host=self.host,
             ledger=self.ledger,
             stats=self.stats,
             device=self.device,
-            store=None if self.store is None else GuardedStore(self.store, self.stats),
+            store=None,
             ranks=self._ranks,
             inboxes=self.inboxes,
             outbox=self.outbox,
+            services=services,
             breathe=self._breathe,
+            contexts=self._contexts,
         )
-        await self.device.open(services)
-        try:
-            if self.store is None:
+        self.questions.start(bell, tasks)
+        slot = self._slot = StoreSlot(state, lambda observe: StoreServices(tasks, bell, observe, self.stats))
+        budget_s, terms = self.config.drain_budget_s, self._rank_terms()
+        async with (
+            opened("device", self.device, partial(self.device.open, services), budget_s),
+            opened("ranks", self._ranks, partial(self._ranks.open, services, terms), budget_s),
+        ):
+            try:
+                if self._first_store is not None:
+                    await slot.attach(self._first_store)
                 await self._run_actors(state, bell, started, stop)
-            else:
-                await self.store.open(StoreServices(tasks, bell, observe, self.stats), self.device.host)
-                await self._run_with_store(self.store, state, bell, started, stop)
-        finally:
-            await _close("device", self.device.close, self.config.drain_budget_s)
+            finally:
+                await close_slot(slot, budget_s)
 
-    async def _run_with_store(
-        self, store: Store, state: LoopState, bell: LoopBell, started: Callable[[], None], stop: anyio.Event
-    ) -> None:
-        try:
-            await self._run_actors(state, bell, started, stop)
-        finally:
-            await _close("store", store.close, self.config.drain_budget_s)
+    def _rank_terms(self) -> RankTerms:
+        """What all ranks must share: prefixes are agreed in pages, deadlines and policies decide what each proposes."""
+        settings = {name: str(value) for name, (value, _) in self.config.effective().items()}
+        return RankTerms(
+            self.config.agreement_deadline_s, {**settings, "page_tokens": str(self.device.layout.page_tokens)}
+        )
 
     async def _run_actors(
         self, state: LoopState, bell: LoopBell, started: Callable[[], None], stop: anyio.Event
@@ -208,16 +248,14 @@ class Assembly:
         restart = RestartPolicy(config.restarts, config.restart_window_s, config.restart_backoff_s)
         spec = partial(ActorSpec[Any], restart=restart, drain_budget_s=config.drain_budget_s)
         boxes = self.inboxes
-        store = state.store
-        reader = None if store is None or not self.host.capacity else PrefixReader(state, store)
+        reader = PrefixReader(state)
         specs = [
             spec("prefetch", lambda tasks: PrefetchActor(state, reader, tasks, self._poke), boxes.prefetch),
             spec("restore", lambda tasks: RestoreActor(state, tasks, self._poke), boxes.restore),
             spec("backup", lambda _: BackupActor(state), boxes.backup),
             spec("confirmation", lambda tasks: ConfirmationActor(state, tasks, self._poke), boxes.confirmation),
+            spec("deposit", lambda tasks: DepositActor(state, tasks, self._poke), boxes.deposit),
         ]
-        if store is not None:
-            specs.append(spec("deposit", lambda tasks: DepositActor(state, store, tasks, self._poke), boxes.deposit))
         specs.append(spec("publisher", lambda _: self._publisher(state), boxes.publisher))
         return specs
 
@@ -234,7 +272,9 @@ class Assembly:
         if self._failed:
             return
         self._failed = True
-        log.error("controller.failed", error=str(error))
+        self.questions.fail(error)
+        if self._has_started:  # else `start` raises it
+            log.error("controller.failed", error=str(error))
         self._close_inboxes()
         self.outbox.deliver((ControllerFailed(str(error) or repr(error)),))
 
@@ -242,12 +282,10 @@ class Assembly:
         if self._runtime is not None:
             self._runtime.poke()
 
-    def when_quiet(self, call: Callable[[], None]) -> None:
-        """Run `call` once no actor has anything to do. On the loop, while the actors run."""
-        if self._runtime is None:
-            call()
-        else:
-            self._runtime.when_quiet(call)
+    async def wait_quiet(self) -> None:
+        """Wait until no actor has anything to do; ControllerClosedError if they failed. On the loop."""
+        if self._runtime is not None:
+            await self._runtime.wait_quiet()
 
     def describe(self) -> dict[str, Any]:
         """Every actor, inbox and open claim, the tiers and the ports. On the loop."""
@@ -264,8 +302,9 @@ class Assembly:
                 "ready_pages": self.host.ready_pages,
                 "filling_pages": self.host.filling_pages,
             },
-            "device": self.device.describe(),
-            "store": None if self.store is None else self.store.describe(),
+            "device": _described(self.device.describe),
+            "store": None if self.store is None else _described(self.store.describe),
+            "ranks": _described(self._ranks.describe),
             "outbox": len(self.outbox),
         }
 
@@ -275,14 +314,13 @@ class Assembly:
             inbox.close()
 
 
-async def _close(what: str, close: Callable[[float], Awaitable[None]], budget_s: float) -> None:
-    """Close a port within its budget, whatever happens around it."""
-    with anyio.CancelScope(shield=True):
-        try:
-            with anyio.fail_after(budget_s * 2):
-                await close(budget_s)
-        except (DeadlineError, TimeoutError) as error:
-            log.error("controller.close_deadline", port=what, error=str(error))
+def _described(describe: Callable[[], Description]) -> Description:
+    """A port that cannot describe itself must not hide the rest: its error stands in its place."""
+    try:
+        return describe()
+    except Exception as error:
+        log.warning("controller.port_not_described", exc_info=error)
+        return {"error": repr(error)}
 
 
 def _log_fault(error: Exception) -> None:

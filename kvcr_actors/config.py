@@ -8,6 +8,7 @@ from typing import Any, cast
 import attrs
 
 from kvcr_actors.errors import ConfigError
+from kvcr_actors.types import StopPolicy
 
 
 def _check_pages(config: object, field: attrs.Attribute[int], value: object) -> None:
@@ -30,6 +31,14 @@ def _check_switch(config: object, field: attrs.Attribute[bool], value: object) -
         raise ConfigError(f"{field.name}: {value!r} is neither True nor False")
 
 
+def _stop_policy(value: object) -> StopPolicy:
+    try:
+        return StopPolicy(cast("str", value))
+    except ValueError:
+        known = ", ".join(StopPolicy)
+        raise ConfigError(f"prefetch_stop_policy: {value!r} is not a policy; choose one of {known}") from None
+
+
 def _count(default: int, least: int = 1) -> int:
     return attrs.field(default=default, validator=_check_pages, metadata={"least": least})
 
@@ -45,9 +54,11 @@ class ControllerConfig:
     prefetch_threshold_pages: int = _count(1)
     """Below this many pages beyond the device, a prefetch reads nothing."""
     prefetch_deadline_s: float = _seconds(30.0)
-    """The most that one prefetch may take from its order to `PrefetchReady`."""
+    """The most that one prefetch may take to `PrefetchReady`, from when the prefetch actor starts it."""
+    prefetch_stop_policy: StopPolicy = attrs.field(default=StopPolicy.WAIT_COMPLETE, converter=_stop_policy)
+    """How long prefetches go on whose requests do not say."""
     prefetch_in_flight_pages: int = _count(1 << 16)
-    """The most pages that all prefetches together may hold in host memory before they are ready."""
+    """The most pages read from the store that all prefetches together may hold in host memory."""
     failed_read_pause_s: float = _seconds(5.0)
     """How long a page is not read again whose read failed, or took too long."""
     claim_lifetime_s: float = _seconds(60.0)
@@ -61,9 +72,12 @@ class ControllerConfig:
     """Pages that may wait for the store; beyond it deposits are shed and counted."""
     deposit_retries: int = _count(3, least=0)
     deposit_backoff_s: float = _seconds(0.05)
+    deposit_yield_s: float = _seconds(0.5)
+    """The most that a batch of deposits lets reads of the store go first."""
     copy_deadline_s: float = _seconds(30.0)
     """The most that a submit may take before its nodes are given up (their memory only when it is quiet)."""
     agreement_deadline_s: float = _seconds(10.0)
+    """The most that ranks wait for each other in one collective, and an operation for ranks that lack it."""
     inbox_limit: int = _count(4096)
     """Messages that an actor's inbox holds; one message carries a step."""
     restarts: int = _count(3, least=0)

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
 from time import monotonic
 from types import TracebackType
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from kvcr_actors.assembly import Assembly
 from kvcr_actors.config import ControllerConfig
 from kvcr_actors.core.inventory import InventoryEvent
 from kvcr_actors.core.ledger import ClaimLedger
 from kvcr_actors.core.stats import ControllerStats
-from kvcr_actors.errors import ConfigError, ControllerClosedError, DeadlineError
+from kvcr_actors.errors import ConfigError, DeadlineError
+from kvcr_actors.events.contexts import ContextTable
 from kvcr_actors.messages import BackupAck, Completion
 from kvcr_actors.ports import Device, EventSink, Ranks, Store
 from kvcr_actors.ranks.single import SingleRank
 from kvcr_actors.runtime.breath import Breath, no_breath
-from kvcr_actors.runtime.hosts import InlineHost, ThreadHost
+from kvcr_actors.runtime.hosts import ThreadHost
+from kvcr_actors.runtime.inline_host import InlineHost
+from kvcr_actors.store_slot import StoreSlot
 from kvcr_actors.types import BackupNode, PageKey, PrefetchRequest, RequestId, RestoreOrder
 
 HostKind: TypeAlias = Literal["thread", "inline"]
 Loop: TypeAlias = Literal["asyncio", "trio"]
+
+T = TypeVar("T")
 
 
 class CacheController:
@@ -30,6 +35,7 @@ class CacheController:
 
     With `host="thread"` the actors run on a loop in a thread of their own; with `host="inline"` they move only inside
     `pump`, `wait` and `close`, on the caller's thread. All methods but `close` belong to the engine's thread.
+    `contexts` takes what the nodes say of their tokens; event sinks that name tokens read it.
     """
 
     def __init__(
@@ -40,6 +46,7 @@ class CacheController:
         store: Store | None = None,
         ranks: Ranks | None = None,
         sinks: Sequence[EventSink] = (),
+        contexts: ContextTable | None = None,
         host: HostKind = "thread",
         loop: Loop = "asyncio",
     ) -> None:
@@ -53,6 +60,7 @@ class CacheController:
             sinks=sinks,
             relay=threaded,
             breathe=Breath() if threaded else no_breath,
+            contexts=contexts,
         )
         self._host: ThreadHost | InlineHost
         if host == "thread":
@@ -72,12 +80,13 @@ class CacheController:
         self._host.start(timeout_s)
         return self
 
-    def close(self, timeout_s: float = 120.0) -> None:
+    def close(self, timeout_s: float | None = None) -> None:
         """Drain and stop; a second call has nothing to do. Completions can still be taken afterwards.
 
-        Raises what the controller failed with, or DeadlineError.
+        Raises what the controller failed with, or DeadlineError, which cuts the drain short. The default is as long as
+        the configured budgets together.
         """
-        self._host.stop(timeout_s)
+        self._host.stop(self._assembly.close_budget_s if timeout_s is None else timeout_s)
 
     def __enter__(self) -> CacheController:
         return self.start()
@@ -98,6 +107,10 @@ class CacheController:
     def cancel(self, request_id: RequestId) -> None:
         """End a prefetch, wherever it stands; it leaves with the end of the step."""
         self._desk.cancel(request_id)
+
+    def stop_prefetch(self, request_id: RequestId) -> None:
+        """Have a request do with what has arrived, unless its policy is to wait; it leaves with the end of the step."""
+        self._desk.stop_prefetch(request_id)
 
     def publish(self, events: Sequence[InventoryEvent]) -> None:
         """Publish inventory events of the engine's own tier with the end of the step."""
@@ -150,21 +163,46 @@ class CacheController:
         return self._host.pump(turns)
 
     def wait_quiet(self, timeout_s: float) -> None:
-        """Wait until every actor has handled all that was handed over; DeadlineError after `timeout_s`."""
-        self._call_and_wait("to be quiet", timeout_s, self._assembly.when_quiet)
+        """Wait until every actor has handled all that was handed over; DeadlineError after `timeout_s`.
+
+        ControllerClosedError if the controller failed.
+        """
+        self._answer("to be quiet", timeout_s, self._assembly.questions.run(self._assembly.wait_quiet))
+
+    def attach_store(self, store: Store, timeout_s: float = 60.0) -> None:
+        """Open a store and use it from now on; what stands in host memory is written to it. Works under load.
+
+        Raises what the store refuses with, ConfigError if one is attached, or DeadlineError.
+        """
+
+        async def attach(slot: StoreSlot) -> None:
+            await slot.attach(store)
+            await slot.deposit_all()
+
+        self._on_slot(f"to attach store {store.name}", timeout_s, attach)
+
+    def detach_store(self, timeout_s: float = 60.0) -> None:
+        """Use the store no more, let what is in flight end, and close it; serving goes on. Without a store: nothing."""
+        budget_s = self.config.drain_budget_s
+        self._on_slot("to detach the store", timeout_s, lambda slot: slot.detach(budget_s))
+
+    def checkpoint(self, label: str, timeout_s: float = 300.0) -> None:
+        """Bring every page of host memory to the store, or raise CheckpointError. Every rank gives the same label."""
+        self._on_slot("for a checkpoint", timeout_s, lambda slot: slot.checkpoint(label))
+
+    def clear_host(self, timeout_s: float = 30.0) -> None:
+        """Evict from host memory whatever no claim protects."""
+
+        async def clear(slot: StoreSlot) -> None:
+            slot.clear_host()
+
+        self._on_slot("to clear host memory", timeout_s, clear)
 
     def describe(self, timeout_s: float = 5.0) -> dict[str, Any]:
         """Every actor, inbox and open claim, the tiers and the ports, as they are now."""
         if not self._host.is_running:
             return self._assembly.describe()
-        answers: list[dict[str, Any]] = []
-
-        def ask(done: Callable[[], None]) -> None:
-            answers.append(self._assembly.describe())
-            done()
-
-        self._call_and_wait("to describe itself", timeout_s, ask)
-        return answers[0]
+        return self._answer("to describe itself", timeout_s, self._assembly.questions.ask(self._assembly.describe))
 
     @property
     def claims(self) -> ClaimLedger:
@@ -175,14 +213,9 @@ class CacheController:
         """The keys that stand ready in host memory, for checks and tools; costs time in proportion."""
         if not self._host.is_running:
             return self._assembly.host.contents()
-        answers: list[frozenset[PageKey]] = []
-
-        def ask(done: Callable[[], None]) -> None:
-            answers.append(self._assembly.host.contents())
-            done()
-
-        self._call_and_wait("to list its host pages", timeout_s, ask)
-        return answers[0]
+        return self._answer(
+            "to list its host pages", timeout_s, self._assembly.questions.ask(self._assembly.host.contents)
+        )
 
     @property
     def stats(self) -> ControllerStats:
@@ -204,14 +237,17 @@ class CacheController:
             return False
         return condition()
 
-    def _call_and_wait(self, what: str, timeout_s: float, ask: Callable[[Callable[[], None]], None]) -> None:
-        """Run `ask(done)` on the loop and wait until `done` was called."""
-        done = threading.Event()
-        if not self._assembly.post(lambda: ask(done.set)):
-            raise ControllerClosedError("the controller is not running; start it first")
+    def _on_slot(self, what: str, timeout_s: float, task: Callable[[StoreSlot], Awaitable[None]]) -> None:
+        """Run a task about the store on the loop, and wait for its end."""
+        self._answer(what, timeout_s, self._assembly.questions.run(lambda: task(self._assembly.slot)))
+
+    def _answer(self, what: str, timeout_s: float, answer: Future[T]) -> T:
+        """Wait for what the loop was asked. DeadlineError after `timeout_s`: then the loop goes on with it."""
         if isinstance(self._host, InlineHost):
-            answered = self._pump_until(done.is_set, timeout_s)
-        else:
-            answered = done.wait(timeout_s)
-        if not answered:
-            raise DeadlineError(f"the controller took more than {timeout_s:g} s {what}")
+            self._pump_until(answer.done, timeout_s)
+        try:
+            return answer.result(0 if isinstance(self._host, InlineHost) else timeout_s)
+        except TimeoutError:
+            if answer.done():  # its own
+                raise
+            raise DeadlineError(f"the controller took more than {timeout_s:g} s {what}; it goes on with that") from None

@@ -7,10 +7,12 @@ tensor touched; a node costs one append.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
-from kvcr_actors.actors.state import Inboxes
+from kvcr_actors.actors.state import EVENTS_KEPT, Inboxes
 from kvcr_actors.core.accounting import PrefixOutcome, RequestAccount, settle
 from kvcr_actors.core.inventory import InventoryEvent
+from kvcr_actors.core.rounds import first_agreement, step_operation
 from kvcr_actors.core.stats import ControllerStats
 from kvcr_actors.errors import InboxClosedError, InboxFullError, InvalidNodeError
 from kvcr_actors.messages import (
@@ -23,7 +25,9 @@ from kvcr_actors.messages import (
     PrefetchReady,
     RestoreStep,
     StartPrefetches,
+    StopPrefetches,
 )
+from kvcr_actors.ports import OperationId
 from kvcr_actors.runtime.outbox import Outbox
 from kvcr_actors.types import BackupNode, MissReason, PrefetchRequest, RequestId, RestoreOrder, SkipReason
 
@@ -43,19 +47,23 @@ class EngineDesk:
         *,
         pools: int,
         host_on: bool,
-        store_on: bool,
+        store_on: Callable[[], bool],
+        join_without: Callable[[Sequence[OperationId]], None] | None = None,
     ) -> None:
         self._inboxes = inboxes
         self._outbox = outbox
         self._ring = ring
         self._pools = pools
-        self._host_on = host_on
+        # Ranks open each other's operations, also those of which they have nothing.
+        self._host_on = host_on or join_without is not None
+        self._join_without = join_without
         self._store_on = store_on
         self._step = 0
         self._nodes: list[BackupNode] = []
         self._requests: list[PrefetchRequest] = []
         self._orders: list[RestoreOrder] = []
         self._cancels: list[RequestId] = []
+        self._stops: list[RequestId] = []
         self._events: list[InventoryEvent] = []
         self._has_orders = False
         self.stats = ControllerStats()
@@ -102,11 +110,17 @@ class EngineDesk:
 
     def prefetch(self, request: PrefetchRequest) -> None:
         """Queue a prefetch; it leaves with the end of the step."""
+        if self._join_without is not None and not isinstance(request.request_id, str | int | bytes):
+            raise InvalidNodeError(f"request {request.request_id!r}: ranks can agree on a str, int or bytes only")
         self._requests.append(request)
         self._has_orders = True
 
     def restore(self, order: RestoreOrder) -> None:
-        """Queue a restore of a prefix that is ready; all restores of a step become one submit."""
+        """Queue a restore of a prefix that is ready; all restores of a step become one submit.
+
+        InvalidNodeError for wrong pools. One of a request that holds nothing is ignored: that request was answered
+        with how it ended, or never ordered.
+        """
         if len(order.pages) != self._pools:
             raise InvalidNodeError(
                 f"restore of {order.request_id} lists {len(order.pages)} pools; the layout has {self._pools}"
@@ -127,6 +141,11 @@ class EngineDesk:
                 self._outbox.deliver((PrefetchCancelled(request_id, account),))
                 return
 
+    def stop_prefetch(self, request_id: RequestId) -> None:
+        """Queue the end of a search: the request does with what has arrived, unless its policy is to wait."""
+        self._stops.append(request_id)
+        self._has_orders = True
+
     def publish(self, events: Sequence[InventoryEvent]) -> None:
         """Queue inventory events of the engine's own tier; they leave with the end of the step, in order."""
         self._events.extend(events)
@@ -140,11 +159,7 @@ class EngineDesk:
         self._has_orders = False
         inboxes = self._inboxes
         if self._events:
-            events, self._events = self._events, []
-            try:
-                inboxes.publisher.post(InventoryChanged(events))
-            except (InboxFullError, InboxClosedError):
-                self.stats.events_dropped += len(events)
+            self._hand_over_events()
         if self._orders:
             orders, self._orders = self._orders, []
             try:
@@ -156,8 +171,11 @@ class EngineDesk:
             try:
                 inboxes.prefetch.post(CancelPrefetches(tuple(self._cancels)))
                 self._cancels.clear()
-            except InboxFullError:
+            except InboxFullError as refusal:
                 self._has_orders = True  # the next step tries again
+                # A request that overtook a cancel of its own id would be ended by it.
+                requests, self._requests = self._requests, []
+                self._refuse_requests(requests, refusal)
             except InboxClosedError:
                 self._cancels.clear()  # the stop ends them
         if self._requests:
@@ -166,8 +184,27 @@ class EngineDesk:
                 inboxes.prefetch.post(StartPrefetches(requests))
             except (InboxFullError, InboxClosedError) as refusal:
                 self._refuse_requests(requests, refusal)
+        if self._stops:
+            stops, self._stops = self._stops, []
+            with suppress(InboxFullError, InboxClosedError):  # their deadlines stop them, too
+                inboxes.prefetch.post(StopPrefetches(stops))
+
+    def _hand_over_events(self) -> None:
+        """Post the engine's events, or keep them for the next step; past a bound the oldest are dropped, counted."""
+        events, self._events = self._events, []
+        try:
+            self._inboxes.publisher.post(InventoryChanged(events))
+        except InboxFullError:
+            self._has_orders = True
+            excess = max(0, len(events) - EVENTS_KEPT)
+            self.stats.events_dropped += excess
+            self._events = events[excess:]
+        except InboxClosedError:
+            self.stats.events_dropped += len(events)
 
     def _refuse_nodes(self, step: int, nodes: Sequence[BackupNode], refusal: Exception) -> None:
+        if self._join_without is not None:
+            self._join_without([step_operation(node.node_id for node in nodes)])
         full = isinstance(refusal, InboxFullError)
         reason = SkipReason.QUEUE_FULL if full else SkipReason.STOPPED
         self.stats.backup.skipped[reason] += len(nodes)
@@ -181,6 +218,8 @@ class EngineDesk:
 
     def _refused(self, request: PrefetchRequest, reason: MissReason) -> RequestAccount:
         """Account for a request that never left: all beyond the device was missed for one reason."""
+        if self._join_without is not None:
+            self._join_without([first_agreement(request.request_id)])
         device = request.device_pages
         account = settle(
             PrefixOutcome(
@@ -190,7 +229,7 @@ class EngineDesk:
                 ready=device,
                 used=device,
                 miss=reason,
-                store_on=self._store_on,
+                store_on=self._store_on(),
             )
         )
         self.stats.settle(account)

@@ -57,6 +57,10 @@ class StoreError(KvcrActorsError):
     """A store cannot be opened or failed as a whole (one page's failure is an outcome, not an error)."""
 
 
+class CheckpointError(StoreError):
+    """Not all of host memory came to the store, on this rank or another; what came stays there. Try again later."""
+
+
 class StoreLockedError(StoreError):
     """Another process holds the store's folder."""
 
@@ -67,6 +71,10 @@ class StoreFormatError(StoreError):
 
 class TraceError(KvcrActorsError):
     """A trace cannot be read; the message names the file and the line."""
+
+
+class ReplayError(KvcrActorsError):
+    """A replay that had started did not come to its end; the cause is chained. Its input was accepted."""
 
 
 class EventFormatError(KvcrActorsError):

@@ -8,10 +8,10 @@ from typing import TypeAlias
 import attrs
 
 from kvcr_actors.core.accounting import RequestAccount
-from kvcr_actors.core.host_tier import HostPage
+from kvcr_actors.core.host_tier import Growth, HostPage
 from kvcr_actors.core.inventory import InventoryEvent
 from kvcr_actors.core.ledger import Claim
-from kvcr_actors.ports import CopyOutcome
+from kvcr_actors.ports import CopyOutcome, OperationId
 from kvcr_actors.runtime.operation import Operation
 from kvcr_actors.types import BackupNode, NodeId, PageKey, PrefetchRequest, RequestId, RestoreOrder, SkipReason
 
@@ -44,6 +44,12 @@ class StagedNode:
     node_id: NodeId
     pages: Sequence[HostPage]
     above: HostPage | None
+    position: int = 0
+    """Where it stands in its step's list of nodes: its bit in the ranks' agreement."""
+    growths: Sequence[Growth] = ()
+    """Components on their way to pages that the host holds without them."""
+    needs: int = 0
+    """The step's nodes, as bits, that name its parent or its pages: where ranks give up one, this one goes too."""
 
     @property
     def tail(self) -> HostPage | None:
@@ -62,6 +68,8 @@ class CopyStarted:
     done: tuple[NodeId, ...] = ()
     """Nodes of the step that had nothing to copy."""
     failed: tuple[tuple[NodeId, SkipReason], ...] = ()
+    operation: OperationId = ("backup", 0)
+    """What ranks agree on for this step."""
 
 
 # To the deposit actor.
@@ -92,7 +100,14 @@ class CancelPrefetches:
     request_ids: Sequence[RequestId]
 
 
-PrefetchOrder: TypeAlias = StartPrefetches | CancelPrefetches
+@attrs.frozen
+class StopPrefetches:
+    """Make these requests do with what has arrived, unless their policy is to wait; those not searching are ignored."""
+
+    request_ids: Sequence[RequestId]
+
+
+PrefetchOrder: TypeAlias = StartPrefetches | CancelPrefetches | StopPrefetches
 
 # To the restore actor.
 

@@ -28,6 +28,8 @@ class Gauges:
     """Messages that wait, for each actor."""
     restarts: Mapping[str, int] = attrs.field(factory=dict[str, int])
     """Restarts since the start, for each actor."""
+    event_silence_s: Mapping[str, float] = attrs.field(factory=dict[str, float])
+    """Seconds since each event publisher (by its endpoint) sent anything; heartbeats keep it low."""
 
 
 class Metrics:
@@ -109,6 +111,10 @@ def _runtime(gauges: Gauges) -> Iterator[Metric]:
     for actor, messages in gauges.inbox_depth.items():
         depth.add_metric([actor], messages)
     yield depth
+    silence = GaugeMetricFamily(f"{PREFIX}_event_silence_seconds", "Time since a batch was sent.", labels=["endpoint"])
+    for endpoint, seconds in gauges.event_silence_s.items():
+        silence.add_metric([endpoint], seconds)
+    yield silence
     yield _counts("actor_restarts", "Restarts after a failure.", "actor", gauges.restarts)
 
 

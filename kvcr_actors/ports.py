@@ -41,12 +41,6 @@ class Services(Protocol):
         ...
 
 
-class Clock(Protocol):
-    """Seconds that only grow; the runtime passes the loop's clock, tests a virtual one."""
-
-    def __call__(self) -> float: ...
-
-
 class HostMemory(Protocol):
     """The pinned host pools: for each pool, `slots` slots of `page_bytes`, page-first (a slot is one page's planes)."""
 
@@ -113,7 +107,10 @@ class Device(Protocol):
         ...
 
     async def close(self, deadline_s: float) -> None:
-        """Let running copies end, then stop; DeadlineError if they do not end in time."""
+        """Let running copies end, then stop; DeadlineError if they do not end in time.
+
+        Called as well after an `open` that failed or was cancelled, to end what it began; so it is for every port.
+        """
         ...
 
     def describe(self) -> Description:
@@ -196,6 +193,14 @@ class Store(Protocol):
 
     def lookup(self, keys: Sequence[PageKey], request_id: RequestId) -> Operation[tuple[int, ...]]:
         """For each key a bit set of the pools whose component is held (bit `i` is pool `i`; 0 is a miss)."""
+        ...
+
+    def confirm(self, keys: Sequence[PageKey], request_id: RequestId) -> Operation[bool]:
+        """Make sure of a prefix that a lookup promised: bring here what its last page's hit policies need.
+
+        Asked only of a store whose traits say `requires_confirmation`. What was delivered stays claimed until
+        `end_request`; what arrives after that is released on arrival.
+        """
         ...
 
     def read(self, batch: PageBatch, request_id: RequestId) -> Operation[BatchOutcome]:

@@ -13,6 +13,8 @@ from kvcr_actors.errors import ConfigError, InvalidNodeError
 PageKey: TypeAlias = bytes
 """A page's name: 32 bytes, chained from the root (see `core.keys`)."""
 
+KEY_BYTES = 32
+
 RequestId: TypeAlias = Hashable
 NodeId: TypeAlias = int
 
@@ -34,6 +36,17 @@ class WritePolicy(enum.StrEnum):
     WRITE_THROUGH = "write-through"
     SELECTIVE = "selective"
     WRITE_BACK = "write-back"
+
+
+class StopPolicy(enum.StrEnum):
+    """How long a prefetch goes on. Its deadline bounds each of them, and what has arrived by the end is used."""
+
+    BEST_EFFORT = "best-effort"
+    """Until the engine wants to run the request and says so with `stop_prefetch`."""
+    WAIT_COMPLETE = "wait-complete"
+    """Until everything is there; `stop_prefetch` is ignored."""
+    TIMEOUT = "timeout"
+    """As best effort, and no longer than the store declares that so many pages may take."""
 
 
 class MissReason(enum.StrEnum):
@@ -141,6 +154,12 @@ def _check_components(what: str, count: int, components: Components) -> None:
             raise InvalidNodeError(f"{what}: pool {pool} lists {len(pages)} pages for {count} keys")
 
 
+def _check_keys(what: str, keys: Sequence[PageKey]) -> None:
+    if not set(map(len, keys)) <= {KEY_BYTES}:
+        wrong = next(key for key in keys if len(key) != KEY_BYTES)
+        raise InvalidNodeError(f"{what}: key {wrong!r} has {len(wrong)} bytes, not {KEY_BYTES}; see core.keys")
+
+
 @attrs.frozen
 class PageContext:
     """What a run of pages was computed from, as routers need it: `page_tokens` tokens a page, root to tail.
@@ -192,7 +211,12 @@ class BackupNode:
             )
         if len(set(self.keys)) != len(self.keys):
             raise InvalidNodeError(f"node {self.node_id}: it names a key twice; a path has each key once")
+        _check_keys(f"node {self.node_id}", self.keys)
         _check_components(f"node {self.node_id}", len(self.keys), self.pages)
+        if all(NO_SLOT in pages for pages in self.pages):
+            for index, page in enumerate(zip(*self.pages, strict=True)):
+                if all(one == NO_SLOT for one in page):
+                    raise InvalidNodeError(f"node {self.node_id}: no pool keeps anything for its page {index}")
 
 
 @attrs.frozen
@@ -204,10 +228,13 @@ class PrefetchRequest:
     device_pages: int = 0
     hints: object | None = attrs.field(default=None, eq=False, repr=False)
     """What a router says of where the prefix lies; the store alone reads it, and only while it serves this request."""
+    stop: StopPolicy | None = None
+    """How long to go on; None is the configuration's `prefetch_stop_policy`."""
 
     def __attrs_post_init__(self) -> None:
         if not 0 <= self.device_pages <= len(self.keys):
             raise InvalidNodeError(f"request {self.request_id}: device_pages {self.device_pages} of {len(self.keys)}")
+        _check_keys(f"request {self.request_id}", self.keys)
         if len(set(self.keys)) != len(self.keys):
             raise InvalidNodeError(f"request {self.request_id}: it names a key twice; a path has each key once")
 

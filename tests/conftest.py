@@ -9,10 +9,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from kvcr_actors.testing.virtual_time import REAL, BackendName, backend_options
 
 ALL_CLOCKS: tuple[BackendName, ...] = ("asyncio-virtual", "asyncio", "trio-virtual")
+
+
+# A busy machine must not fail a test: none asserts wall time.
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 from kvcr_actors.aio import AsyncController, open_controller
@@ -148,6 +149,7 @@ async def _cancelled(call: str, k: int) -> bool:
         reached = await cancelled_at(k, calls[call])
         if not reached and call == "prefetch":
             controller.cancel("r")
+        await anyio.sleep(10)  # a read that comes too late for its request is kept for others
         await controller.wait_quiet()
         check(controller, ports)
     check(controller, ports)
@@ -326,3 +328,54 @@ async def test_failed_deposits_and_the_engines_events_are_there_for_the_caller()
         await anyio.sleep(0.01)
         assert [one.reason for one in controller.failed_deposits] == [SkipReason.STORE_FULL]
         assert ports.index.keys(Tier.DEVICE) == set(keys)
+
+
+@on_each_loop
+async def test_a_prefetch_asked_again_after_its_caller_was_cancelled_gets_its_own_answer() -> None:
+    ports = Ports()
+    async with open_controller(**ports.arguments) as controller:
+        keys = chain("a", 2)
+        await controller.backup([ports.node(keys)])
+        await controller.wait_quiet()
+        forget_host(controller)
+        assert ports.store is not None
+        ports.store.faults = FaultPlan({("read", 0): Fault.STALL})
+        async with anyio.create_task_group() as first:
+            first.start_soon(controller.prefetch, PrefetchRequest("r", keys))
+            await anyio.wait_all_tasks_blocked()
+            first.cancel_scope.cancel()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_ask_again, controller, ports, keys)
+            await anyio.wait_all_tasks_blocked()
+            ports.store.release()
+        # One that stands ready is cancelled and asked for again, with no turn in between.
+        assert (await controller.prefetch(PrefetchRequest("s", keys))).account is None
+        controller.cancel("s")
+        assert (await controller.prefetch(PrefetchRequest("s", keys))).account is None
+        controller.cancel("s")
+        await controller.wait_quiet()
+    check(controller, ports)
+
+
+async def _ask_again(controller: AsyncController, ports: Ports, keys: tuple[bytes, ...]) -> None:
+    answer = await controller.prefetch(PrefetchRequest("r", keys))
+    assert (answer.pages, answer.account) == (2, None)
+    order = ports.restore("r", 2)
+    assert isinstance(await controller.restore(order), RestoreFinished)
+    ports.assert_bytes(order, keys)
+
+
+@on_each_loop
+async def test_the_ack_of_a_backup_whose_caller_has_gone_is_kept() -> None:
+    ports = Ports()
+    async with open_controller(**ports.arguments) as controller:
+        node = ports.node(chain("a", 2))
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(controller.backup, [node])
+            while not controller._waiters:
+                await anyio.lowlevel.checkpoint()
+            tasks.cancel_scope.cancel()
+        await controller.wait_quiet()
+        await anyio.wait_all_tasks_blocked()
+        assert [ack.node_ids for ack in controller.unclaimed_acks] == [(node.node_id,)]
+    check(controller, ports)

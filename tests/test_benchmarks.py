@@ -32,3 +32,19 @@ def test_the_hand_off_benchmark_measures_every_way_size_and_condition(tmp_path: 
     assert {"cpu", "cores", "load", "python"} == set(found["machine"])
     rows = [line for line in done.stdout.splitlines() if line.startswith("| asyncio")]
     assert len(rows) == len(cells) + len(found["summary"])
+
+
+def test_the_event_benchmark_measures_our_publisher_with_both_readers(tmp_path: Path):
+    report = tmp_path / "events.json"
+    words = ["--rounds", "1", "--blocks", "51200", "--markdown", "--json", report]
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / "events.py", *words], check=False, capture_output=True, text=True, timeout=110
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    found = json.loads(report.read_text())
+    assert [(cell["who"], cell["reader"]) for cell in found["cells"]] == [("ours", "reads"), ("ours", "stalled")]
+    for cell in found["cells"]:
+        (run,) = cell["rounds"]
+        assert run["dropped"] == 0
+        assert 0 < run["publish_us"] <= run["publish_max_us"]
+    assert len([line for line in done.stdout.splitlines() if line.lstrip().startswith("| ours")]) == 2

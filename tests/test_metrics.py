@@ -15,7 +15,8 @@ def samples(metrics: Metrics) -> dict[tuple[str, ...], float]:
 
 def test_a_scrape_tells_the_counters_as_they_are_then() -> None:
     stats = ControllerStats()
-    metrics = Metrics(lambda: stats, lambda: Gauges(claims_open=2, inbox_depth={"backup": 3}, restarts={"backup": 1}))
+    gauges = Gauges(claims_open=2, inbox_depth={"backup": 3}, restarts={"backup": 1}, event_silence_s={"5557": 0.5})
+    metrics = Metrics(lambda: stats, lambda: gauges)
     stats.backup.nodes, stats.backup.submits = 9, 4
     stats.backup.skipped[SkipReason.NO_HOST_MEMORY] = 5
     stats.settle(settle(PrefixOutcome(total=10, device=1, host=3, ready=6, used=6, miss=MissReason.DEADLINE)))
@@ -32,6 +33,7 @@ def test_a_scrape_tells_the_counters_as_they_are_then() -> None:
     assert found["kvcr_actors_claims_open",] == 2
     assert found["kvcr_actors_inbox_messages", "backup"] == 3
     assert found["kvcr_actors_actor_restarts_total", "backup"] == 1
+    assert found["kvcr_actors_event_silence_seconds", "5557"] == 0.5
     stats.backup.nodes = 10
     assert samples(metrics)["kvcr_actors_backup_nodes_total",] == 10
 

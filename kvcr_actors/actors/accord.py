@@ -17,7 +17,7 @@ class Accord:
     leaves with the same agreement.
     """
 
-    __slots__ = ("_is_last", "_made", "_open", "_over", "_ranks", "_request_id", "_services")
+    __slots__ = ("_at_last", "_is_last", "_made", "_open", "_over", "_ranks", "_request_id", "_services")
 
     def __init__(self, ranks: Ranks, services: Services, request_id: RequestId) -> None:
         self._ranks = ranks
@@ -26,6 +26,7 @@ class Accord:
         self._made = 0
         self._open: Agreement | None = None
         self._is_last = False
+        self._at_last = False
         self._over = False
 
     @property
@@ -38,6 +39,20 @@ class Accord:
         """Whether no rank makes another agreement."""
         return self._over
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether an agreement was made."""
+        return self._made > 0
+
+    @property
+    def is_at_last(self) -> bool:
+        """Whether the next agreement is the last one on every rank: agreements are paired by their numbers alone."""
+        return self._at_last
+
+    def reach_last(self) -> None:
+        """Note that all agreements before the last are made."""
+        self._at_last = True
+
     async def agree(self, bits: int, *, last: bool = False) -> int:
         """Make the next agreement; 0 ends the search on every rank, and so does the last."""
         self._is_last = last
@@ -46,6 +61,11 @@ class Accord:
         self._open = None
         self._over = last or not agreed
         return agreed
+
+    def leave_if_open(self) -> None:
+        """Leave if an agreement was given up half way."""
+        if self._open is not None:
+            self.leave()
 
     def leave(self) -> None:
         """Make no more agreements, but let no other rank wait."""
@@ -65,8 +85,3 @@ class Accord:
     def _propose(self, bits: int) -> Agreement:
         self._made += 1
         return self._ranks.propose((f"prefetch {self._made}", self._request_id), bits)
-
-
-def join_without(ranks: Ranks, services: Services, request_id: RequestId) -> None:
-    """A request that this rank does not serve: join its first agreement with nothing."""
-    Accord(ranks, services, request_id).leave()

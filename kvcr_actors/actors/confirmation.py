@@ -14,7 +14,7 @@ from kvcr_actors.core.host_tier import HostPage, PageState
 from kvcr_actors.core.ledger import ClaimState
 from kvcr_actors.errors import InboxClosedError, InboxFullError
 from kvcr_actors.messages import CopyStarted, DepositPages, StagedNode
-from kvcr_actors.ports import CopyOutcome
+from kvcr_actors.ports import Agreement, CopyOutcome
 from kvcr_actors.types import NO_SLOT, NodeId, SkipReason
 
 log = structlog.get_logger()
@@ -63,17 +63,25 @@ class ConfirmationActor:
 
     async def _confirm(self, started: CopyStarted) -> None:
         confirmed, reason = False, SkipReason.STOPPED
+        agreement: Agreement | None = None
+        pinned: list[HostPage] = []
         try:
             outcome = await self._copied(started)
             if outcome is None:
                 reason = SkipReason.COPY_FAILED
             else:
-                await self._commit(started, outcome)
+                good = await self._good(started, outcome, pinned)
+                agreement = self._state.ranks.propose(started.operation, good)
+                self._settle(started, outcome, good, await agreement.outcome())
                 confirmed = True
         finally:
             # Synchronous on purpose: a cancelled task must not need to wait in order to give back.
+            if agreement is not None:
+                agreement.withdraw()
+            for page in pinned:
+                self._state.host.unpin(page)
             if not confirmed:
-                self._give_up(started, reason)
+                self._give_up(started, reason, joined=agreement is not None)
             del self._open[started.step]
             if not self._open:
                 self._idle.set()
@@ -85,41 +93,53 @@ class ConfirmationActor:
         log.error("backup.deadline", step=started.step, seconds=self._state.config.copy_deadline_s)
         return None
 
-    async def _commit(self, started: CopyStarted, outcome: CopyOutcome) -> None:
-        """Agree, wait for the pages that the nodes hang from, then commit node by node."""
+    async def _good(self, started: CopyStarted, outcome: CopyOutcome, pinned: list[HostPage]) -> int:
+        """The nodes that this rank can commit, as bits: their bytes are in place, and so is what they hang from.
+
+        What a node without new pages stands on is pinned until the ranks have agreed on it.
+        """
         state = self._state
         for pool, error in outcome.failed.items():
             log.error("backup.pool_failed", step=started.step, pool=state.device.layout.pools[pool].name, error=error)
-        good = 0
-        for index, node in enumerate(started.staged):
-            if not _uses_any(node, outcome.failed):
-                good |= 1 << index
-        agreed = await state.ranks.agree(("backup", started.step), good)
+        own = {page for node in started.staged for page in node.pages}
         with anyio.move_on_after(state.config.copy_deadline_s):
-            own = {page for node in started.staged for page in node.pages}
             for node in started.staged:
                 if node.above is not None and node.above not in own:
                     await state.filled(node.above)
+        good = 0
+        sound: set[HostPage] = set()
+        for node in started.staged:
+            above = node.above
+            stands = above is None or above in sound or (above not in own and above.state is PageState.READY)
+            if stands and not _uses_any(node, outcome.failed):
+                good |= 1 << node.position
+                sound.update(node.pages)
+                if above is not None and above.state is PageState.READY:
+                    state.host.pin(above)
+                    pinned.append(above)
+        return good
+
+    def _settle(self, started: CopyStarted, outcome: CopyOutcome, good: int, agreed: int) -> None:
+        """Commit node by node what every rank has; the rest goes back with the claim, once the copy is quiet."""
+        state = self._state
         state.stats.backup.slices += outcome.slices
         state.stats.backup.bytes += outcome.bytes
-        self._settle(started, good, agreed)
-
-    def _settle(self, started: CopyStarted, good: int, agreed: int) -> None:
-        state = self._state
         done, failed = list(started.done), list(started.failed)
         ready: list[HostPage] = []
         tails: list[HostPage] = []
-        for index, node in enumerate(started.staged):
+        kept = 0
+        for node in started.staged:
             state.breathe()
-            reason = _verdict(good >> index & 1, agreed >> index & 1, node)
-            if reason is None:
-                ready.extend(state.commit(node.pages))
-                if node.tail is not None:
-                    tails.append(node.tail)
-                done.append(node.node_id)
-            else:
-                # Its slots go back with the claim: the copy may not be quiet yet.
-                failed.append((node.node_id, reason))
+            bit = 1 << node.position
+            if not good & agreed & bit or node.needs & ~kept:
+                failed.append((node.node_id, _reason(node, outcome, is_good=bool(good & 1 << node.position))))
+                continue
+            kept |= bit
+            ready.extend(state.grow(node.growths))
+            ready.extend(state.commit(node.pages))
+            if node.tail is not None:
+                tails.append(node.tail)
+            done.append(node.node_id)
         state.publish_changes()
         self._deposit(started.step, ready, tails)
         state.release_when_quiet(started.copy, started.claim, self._size(started))
@@ -145,31 +165,30 @@ class ConfirmationActor:
         except (InboxFullError, InboxClosedError) as refusal:
             reason = SkipReason.QUEUE_FULL if isinstance(refusal, InboxFullError) else SkipReason.STOPPED
             state.stats.deposit.skipped[reason] += len(pages)
-            state.depositing.difference_update(pages)
+            state.end_deposit(pages)
             claim.release()
 
-    def _give_up(self, started: CopyStarted, reason: SkipReason) -> None:
+    def _give_up(self, started: CopyStarted, reason: SkipReason, *, joined: bool = False) -> None:
         failed: list[tuple[NodeId, SkipReason]] = [
             *started.failed,
             *((node.node_id, reason) for node in started.staged),
         ]
+        if not joined:
+            self._state.join_without(started.operation)
         self._state.release_when_quiet(started.copy, started.claim, self._size(started))
         self._state.acknowledge(started.step, started.done, failed)
 
     def _size(self, started: CopyStarted) -> int:
-        return sum(len(node.pages) for node in started.staged) * self._state.device.layout.page_bytes
+        pages = sum(len(node.pages) + len(node.growths) for node in started.staged)
+        return pages * self._state.device.layout.page_bytes
 
 
 def _uses_any(node: StagedNode, pools: Iterable[int]) -> bool:
-    return any(page.slots[pool] != NO_SLOT for pool in pools for page in node.pages)
+    return any(one.slots[pool] != NO_SLOT for pool in pools for one in (*node.pages, *node.growths))
 
 
-def _verdict(good: int, agreed: int, node: StagedNode) -> SkipReason | None:
-    """Why a node cannot be committed; None if it can."""
-    if not good:
-        return SkipReason.COPY_FAILED
-    if not agreed:
+def _reason(node: StagedNode, outcome: CopyOutcome, *, is_good: bool) -> SkipReason:
+    """Why a node was not committed."""
+    if is_good:
         return SkipReason.RANKS_DISAGREED
-    if node.above is not None and node.above.state is not PageState.READY:
-        return SkipReason.PARENT_ABSENT
-    return None
+    return SkipReason.COPY_FAILED if _uses_any(node, outcome.failed) else SkipReason.PARENT_ABSENT

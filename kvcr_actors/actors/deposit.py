@@ -36,11 +36,9 @@ class _Order:
     pages: Sequence[HostPage]
     claim: Claim
     write: Operation[BatchOutcome] | None = None
+    writing: int = 0
+    """Pages of that write: other than the order's, for missing parents are written with them, and batches are short."""
     failed: set[HostPage] = attrs.field(factory=set[HostPage])
-
-    def size(self, page_bytes: int) -> int:
-        """Bytes of the pages."""
-        return len(self.pages) * page_bytes
 
 
 class DepositActor:
@@ -48,11 +46,8 @@ class DepositActor:
 
     name = "deposit"
 
-    def __init__(
-        self, state: LoopState, store: GuardedStore, tasks: anyio.abc.TaskGroup, poke: Callable[[], None]
-    ) -> None:
+    def __init__(self, state: LoopState, tasks: anyio.abc.TaskGroup, poke: Callable[[], None]) -> None:
         self._state = state
-        self._store = store
         self._tasks = tasks
         self._poke = poke
         self._queue: deque[_Order] = deque()
@@ -100,14 +95,17 @@ class DepositActor:
 
     def _shed(self, message: DepositPages, reason: SkipReason) -> None:
         self._state.stats.deposit.skipped[reason] += len(message.pages)
-        self._state.depositing.difference_update(message.pages)
+        self._state.end_deposit(message.pages)
         message.claim.release()
 
     async def _write_all(self) -> None:
         try:
             while self._queue:
                 self._current = order = self._queue.popleft()
-                await self._write_order(order)
+                if (store := self._state.store) is None:
+                    self._give_up(order, SkipReason.TIER_OFF)
+                    continue
+                await self._write_order(order, store)
                 self._end(order)
         finally:
             # Reached with orders left only when the actor stops or fails.
@@ -122,38 +120,40 @@ class DepositActor:
     def _end(self, order: _Order) -> None:
         self._current = None
         self._waiting_pages -= len(order.pages)
-        self._state.depositing.difference_update(order.pages)
-        self._state.release_when_quiet(order.write, order.claim, order.size(self._state.device.layout.page_bytes))
+        self._state.end_deposit(order.pages)
+        self._state.release_when_quiet(order.write, order.claim, order.writing * self._state.device.layout.page_bytes)
         self._poke()
 
-    def _give_up(self, order: _Order) -> None:
-        self._state.stats.deposit.skipped[SkipReason.STOPPED] += sum(
+    def _give_up(self, order: _Order, reason: SkipReason = SkipReason.STOPPED) -> None:
+        self._state.stats.deposit.skipped[reason] += sum(
             not page.stored and page not in order.failed for page in order.pages
         )
         self._end(order)
 
-    async def _write_order(self, order: _Order) -> None:
+    async def _write_order(self, order: _Order, store: GuardedStore) -> None:
         pages = _with_missing_parents(order.pages)
         path = _path(order.pages[-1]) if self._state.config.refresh_store else ()
         if path:
             # Before, so that the batch does not evict its own parents; after, so that the tail leaves first.
-            self._store.align(path)
-        size = min(self._state.config.deposit_batch_pages, self._store.traits.batch_pages)
+            store.align(path)
+        size = min(self._state.config.deposit_batch_pages, store.traits.batch_pages)
         for start in range(0, len(pages), size):
             if order.write is not None and not order.write.is_quiet:
                 # One write that may still read its memory is all that the order's claim can wait for.
                 left = [page for page in pages[start:] if not page.stored]
                 self._fail(order, dict.fromkeys(left, SkipReason.STORE_FAILED))
                 break
-            await self._write_batch(order, pages[start : start + size])
+            with anyio.move_on_after(self._state.config.deposit_yield_s):
+                await self._state.reads_over()
+            await self._write_batch(order, pages[start : start + size], store)
         if path:
             for path in _paths(order.pages):
-                self._store.align(path)
+                store.align(path)
 
-    async def _write_batch(self, order: _Order, pages: Sequence[HostPage]) -> None:
+    async def _write_batch(self, order: _Order, pages: Sequence[HostPage], store: GuardedStore) -> None:
         """Write pages whose parents are stored; retry what failed, then count it as a terminal failure."""
         config, stats = self._state.config, self._state.stats.deposit
-        left, reasons = list(pages), dict[HostPage, SkipReason]()
+        left, reasons, done = list(pages), dict[HostPage, SkipReason](), set[HostPage]()
         for attempt in range(config.deposit_retries + 1):
             # A page whose parent did not make it would never be found, so it is not written.
             left = _whose_parents_are_stored_or_in(left)
@@ -162,46 +162,51 @@ class DepositActor:
             if attempt:
                 stats.retried += len(left)
                 await anyio.sleep(config.deposit_backoff_s * 2 ** (attempt - 1))
-            outcomes = await self._write(order, left)
-            left = self._take(left, outcomes, reasons)
+            outcomes = await self._write(order, left, store, done)
+            if store.is_retired:
+                reasons = dict.fromkeys(left, SkipReason.TIER_OFF)
+                break
+            for page, outcome in zip(left, outcomes, strict=True):
+                reasons[page] = _TERMINAL.get(outcome, SkipReason.PARENT_ABSENT)
+            left = [page for page in left if page not in done]
             quiet = order.write is None or order.write.is_quiet
             if not left or not quiet or PageOutcome.FAILED not in outcomes:
                 break
-        lost = {page: reasons.get(page, SkipReason.PARENT_ABSENT) for page in pages if not page.stored}
+        lost = {page: reasons.get(page, SkipReason.PARENT_ABSENT) for page in pages if page not in done}
         self._fail(order, lost)
 
-    def _take(
-        self, pages: Sequence[HostPage], outcomes: Sequence[PageOutcome], reasons: dict[HostPage, SkipReason]
-    ) -> list[HostPage]:
-        """Note what is stored now; returns what is not, and why in `reasons`.
+    def _note(self, pages: Sequence[HostPage], outcome: BatchOutcome, store: GuardedStore, done: set[HostPage]) -> None:
+        """Note what the store has, in the turn in which it says so: it may tell of its next eviction in the following.
 
         A page that made it without its parent counts as not stored: it is written again, for nothing, once its parent
         is there.
         """
-        left: list[HostPage] = []
-        for page, outcome in zip(pages, outcomes, strict=True):
-            if outcome is PageOutcome.OK and (page.parent is None or page.parent.stored):
+        if store.is_retired:
+            return
+        for page, result in zip(pages, outcome.pages, strict=True):
+            if result is PageOutcome.OK and (page.parent is None or page.parent.stored):
                 page.stored = True
+                done.add(page)
                 self._state.stats.deposit.deposited += 1
-            else:
-                reasons[page] = _TERMINAL.get(outcome, SkipReason.PARENT_ABSENT)
-                left.append(page)
-        return left
 
-    async def _write(self, order: _Order, pages: Sequence[HostPage]) -> Sequence[PageOutcome]:
+    async def _write(
+        self, order: _Order, pages: Sequence[HostPage], store: GuardedStore, done: set[HostPage]
+    ) -> Sequence[PageOutcome]:
         batch = PageBatch(
             keys=tuple(page.key for page in pages),
             slots=tuple(zip(*(page.slots for page in pages), strict=True)),
             parents=tuple(None if page.parent is None else page.parent.key for page in pages),
         )
-        order.write = write = self._store.write(batch)
+        order.write = write = store.write(batch)
+        order.writing = len(pages)
+        write.when_settled(lambda outcome: self._note(pages, outcome, store, done))
         outcome: BatchOutcome | None = None
-        with anyio.move_on_after(self._store.traits.write_budget_s):
+        with anyio.move_on_after(store.traits.write_budget_s):
             outcome = await write.outcome()
             if PageOutcome.OK in outcome.pages:
                 await write.quiet()
         if outcome is None:
-            log.error("deposit.deadline", pages=len(pages), seconds=self._store.traits.write_budget_s)
+            log.error("deposit.deadline", pages=len(pages), seconds=store.traits.write_budget_s)
             return [PageOutcome.FAILED] * len(pages)
         if outcome.error is not None:
             log.warning("deposit.fault", pages=len(pages), error=outcome.error)

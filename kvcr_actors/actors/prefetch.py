@@ -10,9 +10,12 @@ import anyio.abc
 import attrs
 import structlog
 
+from kvcr_actors.actors.accord import Accord
 from kvcr_actors.actors.reading import PrefixReader
 from kvcr_actors.actors.state import LoopState
+from kvcr_actors.core.hit_policy import longest
 from kvcr_actors.core.prefetch_state import HeldPrefix, Phase
+from kvcr_actors.core.rounds import first_agreement
 from kvcr_actors.messages import (
     CancelPrefetches,
     Completion,
@@ -20,10 +23,20 @@ from kvcr_actors.messages import (
     PrefetchOrder,
     PrefetchReady,
     StartPrefetches,
+    StopPrefetches,
 )
-from kvcr_actors.types import MissReason, PrefetchRequest, RequestId
+from kvcr_actors.types import MissReason, PrefetchRequest, RequestId, StopPolicy
 
 log = structlog.get_logger()
+
+
+@attrs.define(eq=False)
+class _Behind:
+    """A request whose id belongs to a search that is stopping: it has its turn after that."""
+
+    request: PrefetchRequest
+    ended: MissReason | None = None
+    asked_to_stop: bool = False
 
 
 @attrs.define(eq=False)
@@ -31,17 +44,34 @@ class _Search:
     """A prefix that a task is looking for, and how to stop the task."""
 
     prefix: HeldPrefix
+    accord: Accord
+    waits: bool
+    """Whether it ignores the engine's wish to stop."""
     scope: anyio.CancelScope = attrs.field(factory=anyio.CancelScope)
+    reading: anyio.CancelScope = attrs.field(factory=anyio.CancelScope)
+    """The part that ends early when the engine asks for what is there by now, or at the deadline."""
+    duplicates: int = 0
+    asked_to_stop: bool = False
     stopped: MissReason | None = None
+    behind: list[_Behind] = attrs.field(factory=list[_Behind])
+    """Later requests of the same id, all but the last of them ended; each is answered in its turn."""
+
+    @property
+    def last_behind(self) -> _Behind | None:
+        """The later request that is to be searched after this one."""
+        return self.behind[-1] if self.behind and self.behind[-1].ended is None else None
 
 
 class PrefetchActor:
-    """Each request ends in exactly one of: ready with an account, restored, cancelled."""
+    """Each request ends in exactly one of: ready with an account, restored, cancelled.
+
+    An id may be used again once its request was cancelled; before that, the later request ends at once, as cancelled.
+    """
 
     name = "prefetch"
 
     def __init__(
-        self, state: LoopState, reader: PrefixReader | None, tasks: anyio.abc.TaskGroup, poke: Callable[[], None]
+        self, state: LoopState, reader: PrefixReader, tasks: anyio.abc.TaskGroup, poke: Callable[[], None]
     ) -> None:
         self._state = state
         self._reader = reader
@@ -73,6 +103,9 @@ class PrefetchActor:
                     case CancelPrefetches():
                         for request_id in order.request_ids:
                             self._cancel(request_id, answers)
+                    case StopPrefetches():
+                        for request_id in order.request_ids:
+                            self._stop(request_id)
         finally:
             self._state.outbox.deliver(answers)
         self._begun.clear()
@@ -85,8 +118,9 @@ class PrefetchActor:
             if isinstance(order, StartPrefetches):
                 for request in order.requests:
                     if id(request) not in self._begun and request.request_id not in self._state.prefixes:
+                        self._state.join_without(first_agreement(request.request_id))
                         _end(self._state, self._new_prefix(request), MissReason.STOPPED, answers)
-            else:
+            elif isinstance(order, CancelPrefetches):
                 for request_id in order.request_ids:
                     self._cancel(request_id, answers)
         self._state.outbox.deliver(answers)
@@ -115,11 +149,11 @@ class PrefetchActor:
 
     def _start(self, request: PrefetchRequest, answers: list[Completion]) -> None:
         state = self._state
-        prefix = self._new_prefix(request)
-        if request.request_id in self._searches or request.request_id in state.prefixes:
-            log.error("prefetch.duplicate", request_id=request.request_id)
+        if self._is_in_use(request, answers):
             return
+        prefix = self._new_prefix(request)
         if not state.host.capacity:
+            state.join_without(first_agreement(request.request_id))
             prefix.miss = MissReason.TIER_OFF
             self._conclude(prefix, answers)
             return
@@ -128,53 +162,131 @@ class PrefetchActor:
         if state.store is not None and state.config.refresh_store:
             state.store.align(request.keys)
         prefix.host_pages = len(found)
-        if state.ranks.size == 1 and (self._reader is None or len(found) == len(request.keys)):
+        if not state.is_shared and (state.store is None or len(found) == len(request.keys)):
             prefix.extend(found)
             self._conclude(prefix, answers)
             return
-        search = _Search(prefix)
+        waits = (request.stop or state.config.prefetch_stop_policy) is StopPolicy.WAIT_COMPLETE
+        search = _Search(prefix, Accord(state.ranks, state.services, request.request_id), waits)
         self._tasks.start_soon(self._search, search, name=f"prefetch {request.request_id}")
         # From here on the task gives back what is held.
         self._searches[request.request_id] = search
         prefix.extend(found)
+
+    def _is_in_use(self, request: PrefetchRequest, answers: list[Completion]) -> bool:
+        """Whether an earlier request has the same id: this one waits if that one is stopping, else it ends here."""
+        request_id = request.request_id
+        search = self._searches.get(request_id)
+        if search is None and request_id not in self._state.prefixes:
+            return False
+        if search is not None and search.stopped is not None and search.last_behind is None:
+            search.behind.append(_Behind(request))
+            return True
+        log.error("prefetch.duplicate", request_id=request_id)
+        if search is None:
+            self._state.join_without(first_agreement(request_id))
+        else:
+            # Names are paired in order, and the search has perhaps not made its first agreement yet.
+            search.duplicates += 1
+        prefix = self._new_prefix(request)
+        prefix.miss = MissReason.CANCELLED
+        self._end_without(prefix, answers)
+        return True
+
+    def _end_without(self, prefix: HeldPrefix, answers: list[Completion]) -> None:
+        """Nothing beyond the device is worth a restore."""
+        prefix.end()
+        device = prefix.request.device_pages
+        account = prefix.account(device, MissReason.BELOW_THRESHOLD)
+        self._state.stats.settle(account)
+        answers.append(PrefetchReady(prefix.request.request_id, device, account))
 
     def _cancel(
         self, request_id: RequestId, answers: list[Completion], reason: MissReason = MissReason.CANCELLED
     ) -> None:
         search = self._searches.get(request_id)
         if search is not None:
-            search.stopped = reason
+            if search.last_behind is not None:
+                search.last_behind.ended = reason
+            search.stopped = search.stopped or reason
             search.scope.cancel()
             return
         prefix = self._state.prefixes.pop(request_id, None)
         if prefix is not None:
             _end(self._state, prefix, reason, answers)
 
+    def _stop(self, request_id: RequestId) -> None:
+        search = self._searches.get(request_id)
+        if search is None:
+            return
+        if search.last_behind is not None:
+            search.last_behind.asked_to_stop = True
+        elif not search.waits:
+            search.asked_to_stop = True
+            search.reading.cancel()
+
     async def _search(self, search: _Search) -> None:
         """Read what can be read by the deadline; partial results count. A cancel ends in `PrefetchCancelled`."""
         prefix, answers = search.prefix, list[Completion]()
-        finished = False
+        finished = goes_on = False
         try:
             with search.scope:
-                if self._reader is not None:
-                    with anyio.move_on_after(self._state.config.prefetch_deadline_s) as deadline:
-                        await self._reader.read(prefix)
-                    if deadline.cancelled_caught:
-                        prefix.fail(MissReason.DEADLINE)
+                search.reading.deadline = anyio.current_time() + self._state.config.prefetch_deadline_s
+                with search.reading:
+                    await self._reader.read(prefix, search.accord)
+                if search.reading.cancelled_caught and not search.asked_to_stop:
+                    prefix.fail(MissReason.DEADLINE)
+                if search.accord.is_shared:
+                    await self._settle_on_one_length(search)
                 finished = search.stopped is None
+            goes_on = True
         finally:
             # Reached also when the actor stops or fails: the claim goes back and the engine hears of it.
+            search.accord.leave()
+            for _ in range(search.duplicates):
+                self._state.join_without(first_agreement(prefix.request.request_id))
             del self._searches[prefix.request.request_id]
             try:
                 if finished:
                     self._conclude(prefix, answers)
                 else:
                     _end(self._state, prefix, search.stopped or MissReason.STOPPED, answers)
+                self._follow_on(search, answers, goes_on=goes_on)
             finally:
                 self._state.outbox.deliver(answers)
                 if not self._searches:
                     self._idle.set()
                 self._poke()
+
+    def _follow_on(self, search: _Search, answers: list[Completion], *, goes_on: bool) -> None:
+        """Answer the requests behind a search, or start them; an actor that ends starts nothing."""
+        for later in search.behind:
+            request = later.request
+            if later.ended is None and goes_on:
+                self._start(request, answers)
+                if later.asked_to_stop:
+                    self._stop(request.request_id)
+                continue
+            self._state.join_without(first_agreement(request.request_id))
+            _end(self._state, self._new_prefix(request), later.ended or MissReason.STOPPED, answers)
+
+    async def _settle_on_one_length(self, search: _Search) -> None:
+        """Hold exactly the prefix that every rank holds; nothing if a rank has left."""
+        prefix, accord = search.prefix, search.accord
+        # Cut short while ranks agreed on what to read: that agreement is withdrawn, and nobody makes the next one.
+        accord.leave_if_open()
+        if not (accord.is_over or accord.is_at_last):
+            # Cut short between two agreements: the next one means something else to the other ranks than the last.
+            if accord.has_begun:
+                accord.leave()
+            else:
+                await self._reader.join(prefix, accord)
+        layout = self._state.device.layout
+        agreed = 0
+        if not accord.is_over:
+            agreed = await accord.agree(prefix.boundaries(layout), last=True)
+        prefix.truncate(layout)
+        prefix.limit(longest(agreed), MissReason.RANKS_DISAGREED)
 
     def _conclude(self, prefix: HeldPrefix, answers: list[Completion]) -> None:
         """Hold the prefix for the engine if it is worth a restore, else end it here."""
@@ -185,11 +297,7 @@ class PrefetchActor:
             if prefix.failed:
                 _count_started(state, prefix)
                 state.stats.prefetch.failed += 1
-            prefix.end()
-            device = prefix.request.device_pages
-            account = prefix.account(device, MissReason.BELOW_THRESHOLD)
-            state.stats.settle(account)
-            answers.append(PrefetchReady(request_id, device, account))
+            self._end_without(prefix, answers)
             return
         _count_started(state, prefix)
         prefix.advance(Phase.READY)

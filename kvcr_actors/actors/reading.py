@@ -1,122 +1,183 @@
-"""How one request's missing pages are found in the store and brought to the host."""
+"""How one request's missing pages are found in the store, confirmed, and brought to the host."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import anyio
+import attrs
 import structlog
 
+from kvcr_actors.actors.accord import Accord
 from kvcr_actors.actors.state import LoopState
 from kvcr_actors.actors.store_guard import GuardedStore
+from kvcr_actors.config import ControllerConfig
 from kvcr_actors.core.admission import PrefetchAdmission
-from kvcr_actors.core.hit_policy import boundaries, longest
-from kvcr_actors.core.host_tier import HostPage
+from kvcr_actors.core.failed_keys import FailedKeys
+from kvcr_actors.core.hit_policy import boundaries, longest, needed_masks
+from kvcr_actors.core.host_tier import HostPage, PageState
 from kvcr_actors.core.prefetch_state import HeldPrefix
 from kvcr_actors.errors import NoHostMemoryError
 from kvcr_actors.ports import BatchOutcome, PageBatch, PageOutcome
 from kvcr_actors.runtime.operation import Operation
-from kvcr_actors.types import MissReason, PageKey
+from kvcr_actors.types import MissReason, PageKey, StopPolicy
 
 log = structlog.get_logger()
 
 _TRIES = 2
 """A read that fails is tried once more, never in a loop: the request recomputes."""
 
-_DISTRUSTED_KEYS = 4096
+_CONFIRMATIONS = 32
+"""The most boundaries of one prefix that a store is asked to confirm; the same on every rank."""
+
+_NOTHING_TO_CONFIRM = 1
+_GOES_ON, _CONFIRMED = 2, 1
+
+
+@attrs.define(eq=False)
+class _Read:
+    """One read of a batch of pages, and the loop time at which it is late."""
+
+    pages: Sequence[HostPage]
+    operation: Operation[BatchOutcome]
+    late_at: float
+    is_given_up: bool = False
+    """Whether it failed or came too late, and its memory is not quiet: it will give nothing to anybody."""
+
+    def landed(self) -> BatchOutcome | None:
+        """The outcome, if it is known and the memory is quiet."""
+        return self.operation.settled_outcome() if self.operation.is_quiet else None
 
 
 class PrefixReader:
-    """Extends a prefix page by page from the store; shared by all requests, so that their memory is bounded."""
+    """Extends a prefix page by page from the store; shared by all requests, so that their memory is bounded.
 
-    def __init__(self, state: LoopState, store: GuardedStore) -> None:
+    On several ranks the sequence of agreements is the same on each, whatever a rank has: which boundaries all could
+    restore, then, if any rank's store wants it, one for each boundary that they try to confirm.
+    """
+
+    def __init__(self, state: LoopState) -> None:
         self._state = state
-        self._store = store
-        self._in_flight = 0
-        self._distrusted: dict[PageKey, float] = {}
-        self._stuck: set[HostPage] = set()
-        """Pages whose read is over for everybody, but whose memory is not quiet: nobody waits for them."""
         config = state.config
-        self._admission = PrefetchAdmission(
-            threshold_pages=1,
-            capacity_pages=state.host.capacity,
-            reserve_fraction=config.host_reserve_fraction,
-            in_flight_limit=config.prefetch_in_flight_pages,
-        )
+        self._failed = FailedKeys(config.failed_read_pause_s)
+        self._loaded = 0
+        self._admission: PrefetchAdmission | None = None
 
-    async def read(self, prefix: HeldPrefix) -> None:
+    async def read(self, prefix: HeldPrefix, accord: Accord) -> None:
         """Extend the prefix as far as the store can; says in `prefix.miss` why it ends where it ends.
 
         The caller sets the deadline and may cancel at any await: what is held then is what was committed.
         """
-        with self._store.hinted(prefix.request):
-            await self._read(prefix)
+        store = self._state.store
+        if store is None:
+            await self.join(prefix, accord)
+            return
+        with store.serving(prefix.request):
+            await self._read(prefix, accord, store)
 
-    async def _read(self, prefix: HeldPrefix) -> None:
+    async def _read(self, prefix: HeldPrefix, accord: Accord, store: GuardedStore) -> None:
         keys = prefix.request.keys
-        known: list[int] | None = None
+        masks: list[int] | None = None
         while True:
             self._catch_up(prefix)
             start = len(prefix.pages)
-            if start == len(keys):
+            if start == len(keys) and not (accord.is_shared and masks is None):
                 return
-            filling = self._state.host.get(keys[start])
-            if filling is not None and filling in self._stuck:
+            filling = self._state.host.get(keys[start]) if start < len(keys) else None
+            stuck = filling is not None and self._state.is_stuck(filling)
+            if stuck and masks is not None:
                 prefix.fail(MissReason.READ_FAILED)
                 return
-            if filling is not None:
+            if filling is not None and not stuck:
                 await self._state.filled(filling)
-            elif known is None:
-                known = await self._agreed_masks(prefix)
+            elif masks is None:
+                masks = await self._agreed_masks(prefix, accord, store)
             else:
-                await self._fill(prefix, known[start : start + self._state.host.absent_run(keys[start:])])
+                wanted = masks[start : start + self._state.host.absent_run(keys[start:])]
+                with self._state.reading():
+                    await self._fill(prefix, wanted, store)
                 if self._state.config.refresh_store:
                     # Batches were read head first; the tail must be the first to leave.
-                    self._store.align(keys)
+                    store.align(keys)
                 return
+
+    async def join(self, prefix: HeldPrefix, accord: Accord) -> None:
+        """Make the agreements that come before the last with what is held, for a search that reads no more."""
+        legal, any_confirms = await self._agree(prefix, (), accord, confirms=False)
+        if any_confirms:
+            await self._confirm(prefix, legal, accord, None)
+        accord.reach_last()
 
     def _catch_up(self, prefix: HeldPrefix) -> None:
         """Take in pages that became ready meanwhile, for another request."""
-        host, keys = self._state.host, prefix.request.keys
-        found = host.match(keys)
+        found = self._state.host.match(prefix.request.keys)
         if len(found) > len(prefix.pages):
             prefix.extend(found[len(prefix.pages) :])
 
-    async def _agreed_masks(self, prefix: HeldPrefix) -> list[int]:
-        """Ask the store, agree with the other ranks; returns each page's pools up to the longest legal boundary."""
-        layout = self._state.device.layout
-        start, request = len(prefix.pages), prefix.request
-        found = await self._lookup(request.keys[start:], prefix)
+    async def _agreed_masks(self, prefix: HeldPrefix, accord: Accord, store: GuardedStore) -> list[int]:
+        """Ask the store, agree with the other ranks; returns the pools to read of each page, for the longest prefix."""
+        held = len(prefix.pages)
+        found = await self._lookup(prefix.request.keys[held:], prefix, store)
         masks = [*(page.mask for page in prefix.pages), *found]
-        bits = await self._state.ranks.agree(("prefetch", request.request_id), boundaries(masks, layout))
-        return masks[: longest(bits)]
+        confirms = store.traits.requires_confirmation
+        legal, any_confirms = await self._agree(prefix, found, accord, confirms=confirms)
+        if not any_confirms:
+            accord.reach_last()
+            return masks[: longest(legal)]
+        length = await self._confirm(prefix, legal, accord, store if confirms else None)
+        accord.reach_last()
+        # What was promised beyond the need of this boundary was not confirmed.
+        needed = needed_masks(self._state.device.layout, length)
+        return [mask & need for mask, need in zip(masks[:length], needed, strict=True)] if confirms else masks[:length]
 
-    async def _lookup(self, keys: Sequence[PageKey], prefix: HeldPrefix) -> Sequence[int]:
-        traits = self._store.traits
-        lookup = self._store.lookup(keys, prefix.request.request_id)
+    async def _agree(
+        self, prefix: HeldPrefix, found: Sequence[int], accord: Accord, *, confirms: bool
+    ) -> tuple[int, bool]:
+        """The boundaries that every rank could restore, and whether any rank's store must confirm them."""
+        bits = boundaries([*(page.mask for page in prefix.pages), *found], self._state.device.layout)
+        agreed = await accord.agree(bits << 1 | (0 if confirms else _NOTHING_TO_CONFIRM))
+        return agreed >> 1, not agreed & _NOTHING_TO_CONFIRM
+
+    async def _confirm(self, prefix: HeldPrefix, legal: int, accord: Accord, store: GuardedStore | None) -> int:
+        """Try boundaries from the longest down; the first that every rank could confirm, 0 if none.
+
+        A rank that has left votes against going on, and so every rank leaves in the same round.
+        """
+        for _ in range(_CONFIRMATIONS):
+            length = longest(legal)
+            if not length:
+                break
+            confirmed = store is None or length <= len(prefix.pages) or await self._delivered(prefix, length, store)
+            vote = await accord.agree(_GOES_ON | (_CONFIRMED if confirmed else 0))
+            if not vote & _GOES_ON:
+                break
+            if vote & _CONFIRMED:
+                return length
+            legal &= (1 << length) - 1
+        return 0
+
+    async def _delivered(self, prefix: HeldPrefix, length: int, store: GuardedStore) -> bool:
+        traits = store.traits
+        confirmation = store.confirm(prefix.request.keys[:length], prefix.request.request_id)
+        with anyio.move_on_after(traits.read_budget_s + traits.read_budget_page_s * length):
+            return await confirmation.outcome()
+        prefix.miss = MissReason.DEADLINE
+        return False
+
+    async def _lookup(self, keys: Sequence[PageKey], prefix: HeldPrefix, store: GuardedStore) -> Sequence[int]:
+        traits = store.traits
+        lookup = store.lookup(keys, prefix.request.request_id)
         with anyio.move_on_after(traits.read_budget_s + traits.read_budget_page_s * len(keys)):
-            return self._trusted(prefix, keys, await lookup.outcome())
+            masks = await lookup.outcome()
+            trusted = self._failed.trusted(keys, masks, anyio.current_time())
+            if trusted < len(keys) and masks[trusted : trusted + 1] and masks[trusted]:
+                prefix.miss = MissReason.READ_FAILED
+            return masks[:trusted]
         prefix.fail(MissReason.DEADLINE)
         return ()
 
-    def _trusted(self, prefix: HeldPrefix, keys: Sequence[PageKey], masks: Sequence[int]) -> Sequence[int]:
-        """Cut the answer before a page whose read failed a short while ago."""
-        if self._distrusted:
-            now = anyio.current_time()
-            for index, (key, mask) in enumerate(zip(keys, masks, strict=False)):
-                if mask and self._distrusted.get(key, now) > now:
-                    prefix.miss = MissReason.READ_FAILED
-                    return masks[:index]
-        return masks[: len(keys)]
-
-    def _distrust(self, key: PageKey) -> None:
-        """Believe a page absent for a while, so that each request for it does not pay for its reads again."""
-        self._distrusted.pop(key, None)
-        self._distrusted[key] = anyio.current_time() + self._state.config.failed_read_pause_s
-        if len(self._distrusted) > _DISTRUSTED_KEYS:
-            del self._distrusted[next(iter(self._distrusted))]
-
-    async def _fill(self, prefix: HeldPrefix, masks: Sequence[int]) -> None:
+    async def _fill(self, prefix: HeldPrefix, masks: Sequence[int], store: GuardedStore) -> None:
         """Reserve host slots for the pages that the store has, and read them in batches."""
         state = self._state
         start = len(prefix.pages)
@@ -127,82 +188,143 @@ class PrefixReader:
             if beyond_device > 0:
                 prefix.miss = MissReason.BELOW_THRESHOLD
             return
-        refusal = self._admission.admit(len(masks), self._in_flight)
+        if self._admission is None:
+            self._admission = prefetch_admission(state.config, state.host.capacity)
+        refusal = self._admission.admit(len(masks), self._loaded)
         if refusal is not None:
             prefix.miss = refusal
-            return
+            masks = self._cut(prefix, masks, self._admission.room(self._loaded))
+            if start + len(masks) - prefix.request.device_pages < max(1, state.config.prefetch_threshold_pages):
+                return
         keys = prefix.request.keys[start : start + len(masks)]
         try:
             pages = state.host.reserve(prefix.pages[-1] if start else None, keys, masks)
         except NoHostMemoryError:
             prefix.miss = MissReason.NO_HOST_MEMORY
             return
-        # Pages under a read that is not quiet go on counting: they are memory that prefetches took.
-        self._in_flight += len(pages)
-        claim = state.ledger.take("read", prefix.request.request_id, lambda: self._give_back(pages))
-        reads: list[Operation[BatchOutcome]] = []
+        # Counted until the prefix ends, and pages under a read that is not quiet as well: prefetches took that memory.
+        self._loaded += len(pages)
+        reads: list[_Read] = []
+        claim = state.ledger.take("read", prefix.request.request_id, lambda: self._give_back(prefix, pages, reads))
         try:
             state.publish_changes()
-            size = self._store.traits.batch_pages
-            for first in range(0, len(pages), size):
-                if not await self._read_batch(prefix, pages[first : first + size], reads):
-                    return
+            await self._read_all(prefix, pages, reads, store)
         finally:
-            if reads and not reads[-1].is_quiet:
-                self._stuck.update(pages)
-                self._state.stop_waiting(pages)
             # Those before the last are quiet, else it would not have begun.
-            state.release_when_quiet(reads[-1] if reads else None, claim, len(pages) * state.device.layout.page_bytes)
+            last = reads[-1] if reads else None
+            if last is None:
+                claim.release()
+            else:
+                if not last.operation.is_quiet:
+                    # One that was merely cancelled has the rest of its time to come in for others.
+                    state.leave_fill(pages, -math.inf if last.is_given_up else last.late_at)
+                state.release_when_quiet(last.operation, claim, len(last.pages) * state.device.layout.page_bytes)
+
+    def _cut(self, prefix: HeldPrefix, masks: Sequence[int], room: int) -> Sequence[int]:
+        """The longest part of what is missing that a restore could end in and that there is room for."""
+        held = [page.mask for page in prefix.pages]
+        length = longest(boundaries([*held, *masks[:room]], self._state.device.layout))
+        return masks[: max(0, length - len(held))]
+
+    async def _read_all(
+        self, prefix: HeldPrefix, pages: Sequence[HostPage], reads: list[_Read], store: GuardedStore
+    ) -> None:
+        traits = store.traits
+        stop_after_s = None
+        if (prefix.request.stop or self._state.config.prefetch_stop_policy) is StopPolicy.TIMEOUT:
+            stop_after_s = traits.read_budget_s + traits.read_budget_page_s * len(pages)
+        with anyio.move_on_after(stop_after_s) as budget:
+            for first in range(0, len(pages), traits.batch_pages):
+                if not await self._read_batch(prefix, pages[first : first + traits.batch_pages], reads, store):
+                    return
+        if budget.cancelled_caught:
+            prefix.miss = MissReason.DEADLINE
 
     async def _read_batch(
-        self, prefix: HeldPrefix, left: Sequence[HostPage], reads: list[Operation[BatchOutcome]]
+        self, prefix: HeldPrefix, left: Sequence[HostPage], reads: list[_Read], store: GuardedStore
     ) -> bool:
         """Read pages, with one more try for those that fail, and add them to the prefix; whether all came."""
         reason = MissReason.READ_FAILED
         faulty = False
         for _ in range(_TRIES):
-            reads.append(self._store.read(_page_batch(left), prefix.request.request_id))
-            outcome = await self._outcome(reads[-1], len(left))
+            for page in left:
+                # Before the read, which succeeds only if it is so: then the store's removals alone correct it.
+                page.stored = not store.is_retired
+            traits = store.traits
+            late_at = anyio.current_time() + traits.read_budget_s + traits.read_budget_page_s * len(left)
+            read = _Read(left, store.read(_page_batch(left), prefix.request.request_id), late_at)
+            reads.append(read)
+            outcome = await self._outcome(prefix, read)
+            read.is_given_up = not read.operation.is_quiet
             if outcome is None:
                 faulty, reason = True, MissReason.DEADLINE
                 break
-            left = left[self._take(prefix, left, outcome) :]
+            left = left[self._take(prefix, read, outcome) :]
             if not left:
                 return True
             faulty = outcome.pages[-len(left)] is PageOutcome.FAILED
-            if not faulty or not reads[-1].is_quiet:
+            if not faulty or not read.operation.is_quiet:
                 break
         log.warning("prefetch.read_failed", request_id=prefix.request.request_id, reason=reason.value)
         if faulty:
-            self._distrust(left[0].key)
+            self._failed.note(left[0].key, anyio.current_time())
         prefix.fail(reason)
         return False
 
-    async def _outcome(self, read: Operation[BatchOutcome], pages: int) -> BatchOutcome | None:
-        traits = self._store.traits
-        with anyio.move_on_after(traits.read_budget_s + traits.read_budget_page_s * pages):
-            outcome = await read.outcome()
-            if PageOutcome.OK in outcome.pages:
-                # Pages that native code still touches must not be handed on.
-                await read.quiet()
-            return outcome
-        return None
+    async def _outcome(self, prefix: HeldPrefix, read: _Read) -> BatchOutcome | None:
+        """Wait for a read within its budget. One that lands between the decision to stop and the stop is used."""
+        operation = read.operation
+        try:
+            with anyio.CancelScope(deadline=read.late_at):
+                outcome = await operation.outcome()
+                if PageOutcome.OK in outcome.pages:
+                    # Pages that native code still touches must not be handed on.
+                    await operation.quiet()
+                return outcome
+        except anyio.get_cancelled_exc_class():
+            if (landed := read.landed()) is not None:
+                self._take(prefix, read, landed)
+            raise
+        return read.landed()
 
-    def _give_back(self, pages: Sequence[HostPage]) -> None:
-        self._in_flight -= len(pages)
-        self._stuck.difference_update(pages)
-        self._state.abandon_unfilled(pages)
+    def _give_back(self, prefix: HeldPrefix, pages: Sequence[HostPage], reads: Sequence[_Read]) -> None:
+        """All reads are quiet: what came too late for the request is kept for others, the rest goes back."""
+        state = self._state
+        state.end_fill(pages)
+        if reads and (landed := reads[-1].landed()) is not None:
+            late: list[HostPage] = []
+            for page, outcome in zip(reads[-1].pages, landed.pages, strict=True):
+                if outcome is not PageOutcome.OK:
+                    break
+                if page.state is PageState.FILLING:
+                    late.append(page)
+            state.commit(late)
+        prefix.when_ended(lambda: self._unload(len(pages)))
+        state.abandon_unfilled(pages)
+        state.publish_changes()
 
-    def _take(self, prefix: HeldPrefix, pages: Sequence[HostPage], outcome: BatchOutcome) -> int:
+    def _unload(self, pages: int) -> None:
+        self._loaded -= pages
+
+    def _take(self, prefix: HeldPrefix, read: _Read, outcome: BatchOutcome) -> int:
         """Commit the leading good pages and add them to the prefix; returns how many."""
+        pages = read.pages
         good = 0
         while good < len(pages) and outcome.pages[good] is PageOutcome.OK:
             good += 1
-        for page in pages[:good]:
-            page.stored = True
         prefix.extend(self._state.commit(pages[:good]))
         self._state.publish_changes()
         return good
+
+
+def prefetch_admission(config: ControllerConfig, capacity_pages: int) -> PrefetchAdmission:
+    """The bounds on what prefetches may take of the host; ConfigError if no prefetch could ever start."""
+    return PrefetchAdmission(
+        threshold_pages=1,
+        capacity_pages=capacity_pages,
+        reserve_fraction=config.host_reserve_fraction,
+        in_flight_limit=config.prefetch_in_flight_pages,
+    )
 
 
 def _page_batch(pages: Sequence[HostPage]) -> PageBatch:

@@ -28,6 +28,8 @@ class _Taken:
     order: RestoreOrder
     prefix: HeldPrefix
     slots: Components = ()
+    first: int = 0
+    """The page of the prefix up to which the device had it before."""
 
 
 class RestoreActor:
@@ -60,7 +62,7 @@ class RestoreActor:
             prefix = self._state.prefixes.pop(order.request_id, None)
             if prefix is not None:
                 prefix.advance(Phase.RESTORING)
-                taken.append(_Taken(order, prefix))
+                taken.append(_Taken(order, prefix, first=order.first))
         self._finish(taken, ok=False)
 
     async def drain(self) -> None:
@@ -104,12 +106,14 @@ class RestoreActor:
         prefix.advance(Phase.RESTORING)
         pages = prefix.pages[order.first : order.first + order.count]
         pools = len(self._state.device.layout.pools)
-        if len(pages) < order.count or len(order.pages) != pools or order.first < prefix.request.device_pages:
+        fits = prefix.request.device_pages <= order.first <= len(prefix.pages) - order.count
+        if not fits or len(order.pages) != pools:
             log.error("restore.refused", request_id=order.request_id, first=order.first, count=order.count)
-            self._finish([_Taken(order, prefix)], ok=False)
+            first = order.first if order.first <= len(prefix.pages) else prefix.request.device_pages
+            self._finish([_Taken(order, prefix, first=first)], ok=False)
             return
         slots = tuple(zip(*(page.slots for page in pages), strict=True)) if pages else ()
-        taken.append(_Taken(order, prefix, slots))
+        taken.append(_Taken(order, prefix, slots, order.first))
 
     async def _follow(self, copy: Operation[CopyOutcome], taken: Sequence[_Taken]) -> None:
         """Wait for the copy to be quiet: until then the engine must not reuse its pages, nor the host its slots."""
@@ -150,7 +154,7 @@ class RestoreActor:
         answers: list[RestoreFinished] = []
         for one in taken:
             order = one.order
-            used = order.first + order.count if ok else order.first
+            used = one.first + order.count if ok else one.first
             if not ok:
                 totals.failed += 1
             elif order.count:
@@ -160,7 +164,7 @@ class RestoreActor:
                 totals.cancelled += 1
             one.prefix.end()
             drop = MissReason.NOT_RESTORED if ok else MissReason.RESTORE_FAILED
-            account = one.prefix.account(used, drop, order.first)
+            account = one.prefix.account(used, drop, one.first)
             state.stats.settle(account)
             answers.append(RestoreFinished(order.request_id, used, account))
         state.outbox.deliver(answers)

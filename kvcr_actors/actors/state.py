@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import anyio
@@ -11,12 +13,13 @@ import structlog
 
 from kvcr_actors.actors.store_guard import GuardedStore
 from kvcr_actors.config import ControllerConfig
-from kvcr_actors.core.host_tier import HostPage, HostTier, PagesFreed, PagesRemoved, PagesStored, PageState
+from kvcr_actors.core.host_tier import Growth, HostPage, HostTier, PagesFreed, PagesRemoved, PagesStored, PageState
 from kvcr_actors.core.inventory import BlocksRemoved, BlocksStored, InventoryEvent
 from kvcr_actors.core.ledger import Claim, ClaimLedger
 from kvcr_actors.core.prefetch_state import HeldPrefix
 from kvcr_actors.core.stats import ControllerStats
 from kvcr_actors.errors import InboxClosedError, InboxFullError
+from kvcr_actors.events.contexts import ContextTable
 from kvcr_actors.messages import (
     BackupAck,
     BackUpStep,
@@ -27,7 +30,7 @@ from kvcr_actors.messages import (
     PrefetchOrder,
     RestoreStep,
 )
-from kvcr_actors.ports import Device, Ranks
+from kvcr_actors.ports import Device, OperationId, Ranks, Services
 from kvcr_actors.runtime.breath import no_breath
 from kvcr_actors.runtime.inbox import Inbox
 from kvcr_actors.runtime.operation import Operation
@@ -36,8 +39,8 @@ from kvcr_actors.types import NodeId, RequestId, SkipReason, Tier
 
 log = structlog.get_logger()
 
-_OVERFLOW_EVENTS = 1 << 16
-"""The most events that wait beside the publisher's inbox."""
+EVENTS_KEPT = 1 << 16
+"""The most events that wait while the publisher's inbox is full, at the desk and on the loop."""
 
 
 @attrs.frozen(eq=False)
@@ -65,6 +68,9 @@ class LoopState:
     ranks: Ranks
     inboxes: Inboxes
     outbox: Outbox[Completion]
+    services: Services
+    contexts: ContextTable | None = None
+    """What pages were computed from, where event sinks want to know."""
     breathe: Callable[[], None] = no_breath
     """Called once a node in loops over a step (see `runtime.breath`)."""
     prefixes: dict[RequestId, HeldPrefix] = attrs.field(factory=dict[RequestId, HeldPrefix])
@@ -73,6 +79,11 @@ class LoopState:
     """Pages on their way to the store."""
     overflow: list[InventoryEvent] = attrs.field(factory=list[InventoryEvent])
     """Events that found the publisher's inbox full or closed; it takes them next, else the assembly does at the end."""
+    _deposit_ended: anyio.Event = attrs.field(factory=anyio.Event)
+    _reads: int = 0
+    _reads_over: anyio.Event = attrs.field(factory=anyio.Event)
+    _left: dict[HostPage, float] = attrs.field(factory=dict[HostPage, float])
+    """Pages under a read that nobody follows any more, and until when they are worth waiting for."""
     _fills: dict[HostPage, anyio.Event] = attrs.field(factory=dict[HostPage, anyio.Event])
 
     def acknowledge(self, step: int, done: Sequence[NodeId], failed: Sequence[tuple[NodeId, SkipReason]]) -> None:
@@ -87,9 +98,61 @@ class LoopState:
         self._wake(ready)
         return ready
 
+    @contextmanager
+    def reading(self) -> Generator[None]:
+        """While reads of the store go on, deposits let them go first."""
+        self._reads += 1
+        try:
+            yield
+        finally:
+            self._reads -= 1
+            if not self._reads:
+                self._reads_over.set()
+
+    async def reads_over(self) -> None:
+        """Wait until no prefix is being read. The caller sets the deadline."""
+        while self._reads:
+            self._reads_over = anyio.Event()
+            await self._reads_over.wait()
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other ranks must end every operation alike."""
+        return self.ranks.size > 1
+
+    def join_without(self, operation: OperationId) -> None:
+        """Open an operation of which this rank has nothing, so that the others need not wait for it."""
+        if self.is_shared:
+            self.ranks.propose(operation, 0).withdraw()
+
+    def grow(self, growths: Sequence[Growth]) -> Sequence[HostPage]:
+        """Give filled components to their pages; the store lacks them, so it must be told of those pages again."""
+        gained = self.host.grow(growths)
+        for page in gained:
+            page.stored = False
+        return gained
+
+    def drop_growths(self, growths: Sequence[Growth]) -> None:
+        """Give back the slots of components that never came to their pages."""
+        if left := [growth for growth in growths if self.host.is_growing(growth)]:
+            self.host.drop(left)
+            self.publish_changes()
+
     def lacks_deposit(self, page: HostPage) -> bool:
         """Whether the store lacks a page that is not on its way there either."""
         return self.store is not None and not page.stored and page not in self.depositing
+
+    def end_deposit(self, pages: Sequence[HostPage]) -> None:
+        """Pages are no longer on their way to the store, whether or not they came there."""
+        self.depositing.difference_update(pages)
+        self._deposit_ended.set()
+
+    async def deposit_over(self, page: HostPage) -> None:
+        """Wait until a page is not on its way to the store. The caller sets the deadline."""
+        while page in self.depositing:
+            if self._deposit_ended.is_set():
+                self._deposit_ended = anyio.Event()
+            await self._deposit_ended.wait()
 
     def abandon_unfilled(self, pages: Sequence[HostPage]) -> None:
         """Give back the slots of the pages that were never committed."""
@@ -100,13 +163,25 @@ class LoopState:
             self.publish_changes()
 
     async def filled(self, page: HostPage) -> None:
-        """Wait until a FILLING page is ready or gone. The caller sets the deadline."""
-        if page.state is PageState.FILLING:
-            await self._fills.setdefault(page, anyio.Event()).wait()
+        """Wait until a FILLING page is ready, gone or stuck. The caller sets the deadline."""
+        while page.state is PageState.FILLING and not self.is_stuck(page):
+            event = self._fills.setdefault(page, anyio.Event())
+            with anyio.CancelScope(deadline=self._left.get(page, math.inf)):
+                await event.wait()
 
-    def stop_waiting(self, pages: Sequence[HostPage]) -> None:
-        """Wake those who wait in `filled` for pages that will not be ready soon; they look again."""
+    def leave_fill(self, pages: Sequence[HostPage], worth_until: float) -> None:
+        """Follow the read of FILLING pages no longer: past `worth_until` (loop time) they are stuck."""
+        self._left.update(dict.fromkeys(pages, worth_until))
         self._wake(pages)
+
+    def end_fill(self, pages: Sequence[HostPage]) -> None:
+        """The read of pages that it was `leave_fill` for is quiet."""
+        for page in pages:
+            self._left.pop(page, None)
+
+    def is_stuck(self, page: HostPage) -> bool:
+        """Whether a FILLING page is worth no wait: its read is over for everybody, but its memory is not quiet."""
+        return page in self._left and self._left[page] <= anyio.current_time()
 
     def release_when_quiet(self, operation: Operation[Any] | None, claim: Claim, size: int) -> None:
         """End a claim now if native code no longer touches its memory (`size` bytes), else quarantine it until then."""
@@ -144,7 +219,7 @@ class LoopState:
             else:
                 return
         self.overflow.extend(events)
-        if (excess := len(self.overflow) - _OVERFLOW_EVENTS) > 0:
+        if (excess := len(self.overflow) - EVENTS_KEPT) > 0:
             self.stats.events_dropped += excess
             del self.overflow[:excess]
 

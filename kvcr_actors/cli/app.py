@@ -12,7 +12,8 @@ from cyclopts import App, CycloptsError
 
 from kvcr_actors.cli.events_command import events
 from kvcr_actors.cli.replay_command import replay
-from kvcr_actors.errors import ConfigError, KvcrActorsError, StoreError, TraceError
+from kvcr_actors.cli.simulate_command import simulate
+from kvcr_actors.errors import ConfigError, KvcrActorsError, ReplayError, StoreError, TraceError
 from kvcr_actors.logs import configure_logging
 
 PROGRAM = "kvcr-actors"
@@ -29,6 +30,7 @@ app = App(
 )
 app.command(replay)
 app.command(events)
+app.command(simulate)
 
 
 def main() -> NoReturn:
@@ -68,6 +70,9 @@ def _guarded(call: Callable[[], int], name: str) -> int:
     except (ConfigError, TraceError, StoreError) as error:
         _complain(name, str(error))
         return EXIT_BAD_INPUT
+    except ReplayError as error:
+        _complain(name, str(error))
+        return EXIT_UNHEALTHY
     except KvcrActorsError as error:
         _complain(name, f"{type(error).__name__}: {error}")
         return EXIT_UNHEALTHY

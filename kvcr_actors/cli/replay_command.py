@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json as json_format
 import tempfile
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -74,7 +74,7 @@ def replay(
     """Replay a request trace through the real actors, with real bytes in every tier.
 
     Prints where every block was found, or why it was not. The exit status is 0 for a healthy run, 1 for wrong bytes,
-    open claims or books that do not balance, 2 for bad input and 130 for Ctrl-C.
+    open claims, books that do not balance or a failed run, 2 for bad input and 130 for Ctrl-C.
     """
     given = {name: value for name, value in locals().items() if value is not None}
     return _run(_options(given), frozenset(given))
@@ -105,13 +105,17 @@ def _run(options: ReplayOptions, given: frozenset[str]) -> int:
     with ExitStack() as stack:
         located = stack.enter_context(_located_store(options))
         _check_store_options(located)
-        errors.print(_configuration(options, given))
+        bar = _progress_bar(errors, shown=options.progress)
+        task = bar.add_task("replay", total=len(requests))
+
+        def started() -> None:
+            errors.print(_configuration(options, given))
+            stack.enter_context(bar)
 
         # Torch takes seconds to import; an error above need not wait for it.
         from kvcr_actors.replay.session import run_replay
 
-        advance = stack.enter_context(_progress(errors, len(requests), shown=options.progress))
-        report = run_replay(located, requests, advance)
+        report = run_replay(located, requests, lambda finished: bar.advance(task, finished), started)
     _write_results(options, report)
     render(report, Console())
     return 0 if report.healthy else 1
@@ -144,9 +148,7 @@ def _located_store(options: ReplayOptions) -> Generator[ReplayOptions, None, Non
         yield attrs.evolve(options, store_path=Path(folder))
 
 
-@contextmanager
-def _progress(console: Console, total: int, *, shown: bool) -> Generator[Callable[[int], None], None, None]:
-    """Lend a function that is told of further requests finished."""
+def _progress_bar(console: Console, *, shown: bool) -> Progress:
     columns = (
         TextColumn("replaying"),
         BarColumn(),
@@ -154,9 +156,7 @@ def _progress(console: Console, total: int, *, shown: bool) -> Generator[Callabl
         TextColumn("requests"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, disable=not (shown and console.is_terminal), transient=True) as bar:
-        task = bar.add_task("replay", total=total)
-        yield lambda finished: bar.advance(task, finished)
+    return Progress(*columns, console=console, disable=not (shown and console.is_terminal), transient=True)
 
 
 def _write_results(options: ReplayOptions, report: ReplayReport) -> None:

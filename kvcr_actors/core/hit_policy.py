@@ -45,6 +45,16 @@ def boundaries(masks: Sequence[int], layout: CacheLayout) -> int:
     return legal
 
 
+def needed_masks(layout: CacheLayout, boundary: int) -> list[int]:
+    """Return for each page of a prefix of `boundary` pages the pools whose component a restore of it needs."""
+    masks = [0] * boundary
+    for pool, spec in enumerate(layout.pools):
+        first = max(0, boundary - spec.policy.count) if isinstance(spec.policy, TrailingPages) else 0
+        for index in range(first, boundary):
+            masks[index] |= 1 << pool
+    return masks
+
+
 def longest(bits: int) -> int:
     """Return the longest boundary of a bit set in pages; 0 for an empty one (ranks that found no common boundary)."""
     return max(0, bits.bit_length() - 1)

@@ -158,6 +158,10 @@ class HostTier:
         self._growing.update(dict.fromkeys(growths))
         return growths
 
+    def is_growing(self, growth: Growth) -> bool:
+        """Whether a growth is neither used nor dropped."""
+        return growth in self._growing
+
     def grow(self, growths: Sequence[Growth]) -> list[HostPage]:
         """Give filled components to their pages, and return the pages that gained some.
 
@@ -208,6 +212,10 @@ class HostTier:
     def contents(self) -> frozenset[PageKey]:
         """Return the keys of the READY pages; costs time in proportion."""
         return frozenset(page.key for page in self._tree if page.ready)
+
+    def snapshot(self) -> list[HostPage]:
+        """Return every page that is held now, parents before their children."""
+        return list(self._tree)
 
     def check(self) -> None:
         """Raise AssertionError if slots, pages and counts disagree; for tests, costs time in proportion."""

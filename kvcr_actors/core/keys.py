@@ -15,9 +15,8 @@ from typing import Protocol, TypeVar
 import attrs
 
 from kvcr_actors.errors import KeyFormatError
-from kvcr_actors.types import CacheLayout, PageKey
+from kvcr_actors.types import KEY_BYTES, CacheLayout, PageKey
 
-KEY_BYTES = 32
 """Length of seeds, page keys, digests and storage keys: a SHA-256."""
 
 # Tags have one length and end in the width of a token. A 16-byte tag, a key and a 4-byte token fill one SHA-256 block.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import attrs
 
@@ -55,6 +55,7 @@ class HeldPrefix:
     """Whether it counts as a started prefetch: it held, or tried to read, pages that the device lacks."""
     _claim: Claim | None = None
     _pinned: HostPage | None = None
+    _when_ended: list[Callable[[], None]] = attrs.field(factory=list[Callable[[], None]])
 
     def advance(self, phase: Phase) -> None:
         """Move on; an illegal transition is a bug of the caller and raises RuntimeError."""
@@ -80,11 +81,18 @@ class HeldPrefix:
         self.failed = True
         self.miss = reason
 
+    def boundaries(self, layout: CacheLayout) -> int:
+        """The lengths of what is held that every pool can restore, as a bit set."""
+        return boundaries([page.mask for page in self.pages], layout)
+
     def truncate(self, layout: CacheLayout) -> None:
         """Keep only the longest part that every pool can restore; what goes was INCOMPLETE."""
-        count = longest(boundaries([page.mask for page in self.pages], layout))
+        self.limit(longest(self.boundaries(layout)), MissReason.INCOMPLETE)
+
+    def limit(self, count: int, reason: MissReason) -> None:
+        """Keep only the first `count` pages; the claim stays on all of them until the end."""
         if count < len(self.pages):
-            self.miss = MissReason.INCOMPLETE
+            self.miss = reason
             del self.pages[count:]
 
     @property
@@ -97,11 +105,20 @@ class HeldPrefix:
         """The claim on the pages; None while there are none."""
         return self._claim
 
+    def when_ended(self, call: Callable[[], None]) -> None:
+        """Run `call` once the prefix has ended, at once if it has. It must not raise."""
+        if self.phase is Phase.ENDED:
+            call()
+        else:
+            self._when_ended.append(call)
+
     def end(self) -> None:
         """Enter the last phase and release the claim."""
         self.advance(Phase.ENDED)
         if self._claim is not None:
             self._claim.release()
+        for call in self._when_ended:
+            call()
 
     def account(self, used: int, drop: MissReason, device: int | None = None) -> RequestAccount:
         """Account for the request: the device has its prefix up to page `used` and had `device` of it by itself."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 
 import attrs
@@ -24,6 +24,16 @@ def operation_number(kind: str, subject: RequestId) -> int:
         raise ConfigError(f"{kind} {subject!r}: ranks can agree on a str, int or bytes only")
     text = f"{kind}\0{type(subject).__name__}\0{subject!r}".encode()
     return int.from_bytes(sha256(text).digest()[:_ID_BYTES], "little") >> 1 or 1
+
+
+def first_agreement(request_id: RequestId) -> tuple[str, RequestId]:
+    """Name the first agreement of a request's search; those that follow are numbered on."""
+    return "prefetch 1", request_id
+
+
+def step_operation(node_ids: Iterable[int]) -> tuple[str, bytes]:
+    """Name the agreement on a step's nodes by their ids, which are the same on every rank; step numbers may part."""
+    return "backup", sha256(b",".join(b"%d" % node_id for node_id in node_ids)).digest()[:16]
 
 
 @attrs.frozen
@@ -134,13 +144,18 @@ class OperationTable:
     def settle(self, agreed: Mapping[int, int], now: float) -> list[tuple[OpenOperation, int]]:
         """Take out what was agreed, with its bits, and what expired, with none."""
         ended = [(self._pop(number), bits) for number, bits in agreed.items() if number in self._queues]
-        late = [entry for entry in self if entry.expires_at <= now]
-        for entry in late:
+        late = self.drop([entry for entry in self if entry.expires_at <= now])
+        return [*ended, *((entry, 0) for entry in late)]
+
+    def drop(self, entries: Iterable[OpenOperation]) -> list[OpenOperation]:
+        """Take out those of the entries that are still open."""
+        dropped = [entry for entry in entries if entry in self._queues.get(entry.number, ())]
+        for entry in dropped:
             queue = self._queues[entry.number]
             queue.remove(entry)
             if not queue:
                 del self._queues[entry.number]
-        return [*ended, *((entry, 0) for entry in late)]
+        return dropped
 
     def clear(self) -> list[OpenOperation]:
         """Take out everything."""

@@ -28,7 +28,10 @@ class TierTotals:
 
 @attrs.define
 class BackupTotals:
-    """Nodes and submits of device-to-host copies; `steps` counts steps with at least one node."""
+    """Device-to-host copies: nodes with something to copy, and the steps that had at least one such node.
+
+    Both are counted before the launch, `submits` only if the device did launch: one a step, or the launch failed.
+    """
 
     nodes: int = 0
     steps: int = 0

@@ -1,4 +1,4 @@
-"""A device without a GPU: real page pools in memory, copied by one thread along the path that CUDA takes."""
+"""A device without a GPU: real page pools in memory, copied by a thread a direction, along the path that CUDA takes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvcr_actors.devices.pairs import Pairs, check_pairs, is_one_run, word_type
 from kvcr_actors.errors import ConfigError, DeadlineError, DeviceError
 from kvcr_actors.ports import CopyOutcome, Description, Services
 from kvcr_actors.runtime.operation import Operation
-from kvcr_actors.runtime.owner_thread import OwnerThread
+from kvcr_actors.runtime.owner_thread import OwnerThread, close_threads
 from kvcr_actors.types import CacheLayout
 
 
@@ -38,7 +38,7 @@ class CpuFence:
 
 @attrs.frozen
 class _PoolViews:
-    """One pool as the copy thread sees it: device [pages, planes, words] and host [slots, planes, words]."""
+    """One pool as the copy threads see it: device [pages, planes, words] and host [slots, planes, words]."""
 
     device: torch.Tensor
     host: torch.Tensor
@@ -49,9 +49,10 @@ class _PoolViews:
 class CpuDevice:
     """The `Device` port over pools of `pages` pages (a number, or one a pool), layer-first like an engine's.
 
-    A submit runs on the copy thread: each pool's pages are gathered by one index operation a slice, in slices of at
-    most `staging_bytes` where host slots are scattered. A pool that fails leaves the others unharmed. Copies behind a
-    fence that is not set within `fence_deadline_s` fail as a whole.
+    Plans of one direction run in order on a thread of their own, so that a backup whose fence is not set holds up no
+    restore: each pool's pages are gathered by one index operation a slice, in slices of at most `staging_bytes` where
+    host slots are scattered. A pool that fails leaves the others unharmed. Copies behind a fence that is not set within
+    `fence_deadline_s` fail as a whole.
     """
 
     def __init__(
@@ -77,38 +78,39 @@ class CpuDevice:
             torch.zeros((pool.planes, count, pool.plane_bytes), dtype=torch.uint8)
             for pool, count in zip(layout.pools, counts, strict=True)
         ]
-        self._staging = torch.empty(max(staging_bytes, *(p.page_bytes for p in layout.pools)), dtype=torch.uint8)
-        self._views = [self._make_views(pool) for pool in range(len(layout.pools))]
-        self._thread: OwnerThread | None = None
+        size = max(staging_bytes, *(pool.page_bytes for pool in layout.pools))
+        self._staging = {direction: torch.empty(size, dtype=torch.uint8) for direction in Direction}
+        self._views = [self._make_views(pool, size) for pool in range(len(layout.pools))]
+        self._threads: dict[Direction, OwnerThread] = {}
 
     async def open(self, services: Services) -> None:
-        """Start the copy thread."""
-        self._thread = OwnerThread("kvcr-cpu-copy", services)
+        """Start the copy threads."""
+        self._threads = {way: OwnerThread(f"kvcr-cpu-{way.value}", services) for way in Direction}
 
     def submit(self, plan: CopyPlan, fence: object | None) -> Operation[CopyOutcome]:
-        """Queue one plan behind a `CpuFence` or none; the copy thread waits for the fence, not the caller."""
+        """Queue one plan behind a `CpuFence` or none; its direction's thread waits for the fence, not the caller."""
         if fence is not None and not isinstance(fence, CpuFence):
             return Operation[CopyOutcome].finished(
                 _all_failed(plan, f"fence: a CpuFence or None, not {type(fence).__name__}")
             )
-        if self._thread is None:
+        thread = self._threads.get(plan.direction)
+        if thread is None:
             return Operation[CopyOutcome].finished(_all_failed(plan, "the device is not open"))
         self.submits += 1
         self.backup_submits += plan.direction is Direction.TO_HOST
-        return self._thread.submit(
+        return thread.submit(
             lambda: self._run(plan, fence), lambda error: _all_failed(plan, f"the copy thread failed: {error!r}")
         )
 
     async def close(self, deadline_s: float) -> None:
-        """Let queued copies end and stop the thread; DeadlineError if they do not end in time."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            await thread.close(deadline_s)
+        """Let queued copies end and stop the threads; DeadlineError if they do not end in time."""
+        threads, self._threads = self._threads, {}
+        await close_threads(list(threads.values()), deadline_s)
 
     def describe(self) -> Description:
         """State for people."""
         pools = {spec.name: pool.shape[1] for spec, pool in zip(self.layout.pools, self._pools, strict=True)}
-        return {"device": "cpu", "submits": self.submits, "pages": pools, "open": self._thread is not None}
+        return {"device": "cpu", "submits": self.submits, "pages": pools, "open": bool(self._threads)}
 
     def pool_view(self, pool: int) -> torch.Tensor:
         """The pool as the engine owns it: uint8 [planes, pages, plane_bytes]."""
@@ -129,15 +131,15 @@ class CpuDevice:
         """Overwrite pages that the engine gave up, so that a use after free shows as wrong bytes."""
         self._pools[pool].index_fill_(1, torch.tensor(pages, dtype=torch.int64), POISON_BYTE)
 
-    def _make_views(self, pool: int) -> _PoolViews:
+    def _make_views(self, pool: int, staging_bytes: int) -> _PoolViews:
         spec = self.layout.pools[pool]
         dtype = word_type(spec.plane_bytes)
         host = self.host.tensor(pool).view(self.host.slots, spec.planes, spec.plane_bytes)
         device = self._pools[pool].view(dtype).transpose(0, 1)
-        return _PoolViews(device, host.view(dtype), spec.page_bytes, self._staging.numel() // spec.page_bytes)
+        return _PoolViews(device, host.view(dtype), spec.page_bytes, staging_bytes // spec.page_bytes)
 
     def _run(self, plan: CopyPlan, fence: CpuFence | None) -> CopyOutcome:
-        """On the copy thread: wait for the fence, then copy pool by pool."""
+        """On its direction's thread: wait for the fence, then copy pool by pool."""
         if fence is not None:
             try:
                 fence.wait(self._fence_deadline_s)
@@ -173,7 +175,7 @@ class CpuDevice:
             first = int(pairs.host_slots[start])
             rows = view.host[first : first + end - start]
         else:
-            rows = self._staging[: (end - start) * view.page_bytes].view(view.host.dtype)
+            rows = self._staging[direction][: (end - start) * view.page_bytes].view(view.host.dtype)
             rows = rows.view(end - start, *view.host.shape[1:])
         if direction is Direction.TO_HOST:
             torch.index_select(view.device, 0, pages, out=rows)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-import anyio
 import torch
 
 from kvcr_actors.core.copy_plan import CopyPlan, Direction
@@ -18,7 +17,7 @@ from kvcr_actors.devices.row_mover import PlaneTable, RowMover, make_mover
 from kvcr_actors.errors import ConfigError, DeadlineError, DeviceError
 from kvcr_actors.ports import CopyOutcome, Description, Services
 from kvcr_actors.runtime.operation import Operation
-from kvcr_actors.runtime.owner_thread import OwnerThread
+from kvcr_actors.runtime.owner_thread import OwnerThread, close_threads
 from kvcr_actors.types import CacheLayout
 
 S = TypeVar("S")
@@ -89,17 +88,17 @@ class CopyEngine(Generic[S, E]):
 
     async def open(self, services: Services) -> None:
         """Start the threads, take the staging memory and compile the kernels; DeviceError if one of them fails."""
-        launcher = OwnerThread("kvcr-launch", services)
+        launcher = self._launcher = OwnerThread("kvcr-launch", services)
         error = await launcher.submit(self._prepare, lambda error: f"{type(error).__name__}: {error}").outcome()
         if error is not None:
-            await launcher.close(_LAUNCH_DEADLINE_S)
+            await self.close(_LAUNCH_DEADLINE_S)
             raise DeviceError(f"the device cannot be opened: {error}")
         for direction in Direction:
             self._waiters[direction] = OwnerThread(f"kvcr-wait-{direction.value}", services)
             self._waiters[direction].post(self._runtime.bind_thread)
         if self._launch_on_caller:
             self._runtime.bind_thread()
-        self._launcher, self._services = launcher, services
+        self._services = services
 
     def submit(self, plan: CopyPlan, fence: object | None) -> Operation[CopyOutcome]:
         """Hand one plan to the launching thread; the operation ends when its last byte is in place."""
@@ -136,18 +135,13 @@ class CopyEngine(Generic[S, E]):
         launcher, self._launcher = self._launcher, None
         if launcher is None:
             return
-        end = anyio.current_time() + deadline_s
-        late: list[DeadlineError] = []
-        for thread in (launcher, *self._waiters.values()):
-            try:
-                await thread.close(max(0.0, end - anyio.current_time()))
-            except DeadlineError as error:
-                late.append(error)
-        if late:
+        try:
+            await close_threads((launcher, *self._waiters.values()), deadline_s)
+        except DeadlineError as error:
             # Their copies may still run: they are settled, but never quiet.
             for job in self._open:
-                job.operation.settle(_all_failed(job.plan, str(late[0])), quiet=False)
-            raise DeadlineError("; ".join(str(error) for error in late))
+                job.operation.settle(_all_failed(job.plan, str(error)), quiet=False)
+            raise
         self._lanes.clear()
 
     def describe(self) -> Description:

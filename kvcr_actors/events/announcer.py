@@ -64,8 +64,7 @@ class Announcer:
         held = index.holding(*holding)
         match event:
             case BlocksStored():
-                pages = dict(zip(event.keys, event.parents, strict=True))
-                fresh = {key: pages[key] for key in parents_first(pages) if key not in held}
+                fresh = _fresh(event, held)
                 known = self._known_by_now(event.keys)
                 index.apply(event)
                 told = list(self._announce(holding, fresh, held))
@@ -115,6 +114,7 @@ class Announcer:
             return
         silent = self._silent[holding]
         find, block_hash = self._contexts.find, self._dialect.block_hash
+        children, cut_off = self._children, self._cut_off
         chain: Chain | None = None
         last: PageKey | None = None
         for key, parent in pages.items():
@@ -136,16 +136,12 @@ class Announcer:
             chain.add(block_hash(router_key(key)), context, page)
             self.totals.stored += 1
             last = key
-            if tier is Tier.DEVICE and parent is not None:
-                self._note_device_child(key, parent, held, silent)
+            if parent is not None and tier is Tier.DEVICE:
+                children[parent] = children.get(parent, 0) + 1
+                if parent not in held or parent in silent or parent in cut_off:
+                    cut_off[key] = parent
         if chain is not None:
             yield chain.event(holding, self._dialect)
-
-    def _note_device_child(self, key: PageKey, parent: PageKey, held: _Parents, silent: _Parents) -> None:
-        children = self._children
-        children[parent] = children.get(parent, 0) + 1
-        if parent not in held or parent in silent or parent in self._cut_off:
-            self._cut_off[key] = parent
 
     def _known_by_now(self, keys: Sequence[PageKey]) -> dict[Holding, _Parents]:
         """End the silence of those of these pages whose context has come, in every tier that holds them."""
@@ -206,6 +202,16 @@ class Announcer:
         if not children.keys().isdisjoint(told):
             staying = {key: parent for key, parent in held.items() if key not in silent}
             self._cut_off.update(_below(told, staying))
+
+
+def _fresh(event: BlocksStored, held: _Parents) -> dict[PageKey, PageKey | None]:
+    """The pages of an event that were not held, parents first."""
+    pages = dict(zip(event.keys, event.parents, strict=True))
+    if event.parents[1:] != event.keys[:-1]:  # a chain, as most are, is in order
+        pages = {key: pages[key] for key in parents_first(pages)}
+    if held.keys().isdisjoint(pages):
+        return pages
+    return {key: parent for key, parent in pages.items() if key not in held}
 
 
 def _below(tops: Iterable[PageKey], pages: _Parents) -> dict[PageKey, PageKey | None]:

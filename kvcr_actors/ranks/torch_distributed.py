@@ -266,13 +266,18 @@ class TorchDistributedRanks:
         if not self._closing:
             log.warning("ranks.round_failed", rank=self.rank, epoch=self.epoch, error=str(error))
         self._others_open = False
+        with self._changed:
+            failed = list(self._table)
         try:
             self._deliver(self._decide(result))
             # Only the first rank to see the failure moves the epoch on.
             self._in_store(lambda: self._store.swap(_EPOCH, str(self.epoch), str(self.epoch + 1)))
         except CollectiveError as fault:
             log.error("ranks.store_failed", rank=self.rank, error=str(fault))
-        self._settle_rest()
+        # What was opened since then belongs to the next epoch, on the other ranks too.
+        with self._changed:
+            dropped = self._table.drop(failed)
+        self._settle([(entry, 0) for entry in dropped])
         if not self._closing:
             self._group = None
 

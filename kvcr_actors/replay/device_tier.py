@@ -38,6 +38,9 @@ class DeviceTier:
         """The book of what is backed up; a page has the same id in each of `pools` pools."""
         return WriteBook(self._tree, lambda pages: (tuple(page.page_id for page in pages),) * pools, settings)
 
+    def __len__(self) -> int:
+        return len(self._tree)
+
     @property
     def free_pages(self) -> int:
         """Page ids that can be had without eviction."""

@@ -29,10 +29,11 @@ from kvcr_actors.messages import (
 from kvcr_actors.replay.contents import PageContents
 from kvcr_actors.replay.device_tier import DevicePage, DeviceTier
 from kvcr_actors.replay.options import ReplayOptions
-from kvcr_actors.replay.report import ReplayReport
+from kvcr_actors.replay.report import DevicePages, ReplayReport
 from kvcr_actors.types import BackupNode, MissReason, PageKey, PrefetchRequest, RequestId, RestoreOrder
 
 _STALL_S = 60.0
+_NOTHING: tuple[int, list[int]] = (0, [])
 
 
 @attrs.define(eq=False)
@@ -48,7 +49,7 @@ class _Request:
     account: RequestAccount = RequestAccount(TierAccount(), TierAccount(), {})
     """Final once the host and the store have had their say."""
     ready: int = 0
-    restoring: tuple[int, list[int]] = (0, [])
+    restoring: tuple[int, list[int]] = _NOTHING
     """First page and device pages of the restore order under way."""
 
 
@@ -87,6 +88,11 @@ class ReplayEngine:
             if self._options.sequential and not self._running:
                 self._controller.wait_quiet(_STALL_S)
 
+    def pages(self) -> DevicePages:
+        """Where the device's pages are."""
+        in_flight = sum(len(request.restoring[1]) for request in self._running.values())
+        return DevicePages(self._options.device_blocks, self.tier.free_pages, len(self.tier), in_flight)
+
     def _step(self) -> bool:
         """One turn of the scheduler; False if there was nothing to do."""
         started = perf_counter_ns()
@@ -123,8 +129,10 @@ class ReplayEngine:
         match completion:
             case BackupAck():
                 self._book.acknowledge(completion.node_ids, completion.failed)
-            case PrefetchReady(account=RequestAccount() as account) | PrefetchCancelled(account=account):
+            case PrefetchReady(account=RequestAccount() as account):
                 self._settle(self._running[completion.request_id], account)
+            case PrefetchCancelled():
+                self._expired(self._running[completion.request_id], completion.account)
             case PrefetchReady():
                 request = self._running[completion.request_id]
                 request.ready = completion.pages
@@ -176,15 +184,18 @@ class ReplayEngine:
             if ids is None:
                 self._wants_room.append(request)
                 continue
-            request.device_hits = request.held
-            request.restoring = (request.held, ids)
-            orders.append(RestoreOrder(request.request_id, request.held, (ids,) * len(self._pools)))
+            # By now the device may hold more than stands ready: then the order only gives the prefix back.
+            first = min(request.held, request.ready)
+            request.restoring = (first, ids)
+            orders.append(RestoreOrder(request.request_id, first, (ids,) * len(self._pools)))
         return orders
 
     def _restored(self, request: _Request, done: RestoreFinished) -> None:
         """Check the restored pages on the device against what they must be, and hold them."""
         first, ids = request.restoring
-        good = ids[: done.pages - first]
+        request.restoring = _NOTHING
+        request.device_hits = min(first, done.pages)
+        good = ids[: max(0, done.pages - first)]
         self.tier.free(ids[len(good) :])
         if good:
             keys = request.keys[first : done.pages]
@@ -192,6 +203,14 @@ class ReplayEngine:
             pages = self.tier.insert(keys, request.pinned, good)
             self._pin(request, pages[-1], done.pages)
         self._settle(request, done.account)
+
+    def _expired(self, request: _Request, account: RequestAccount) -> None:
+        """A ready prefix was given up: a restore order on its way is moot, so nothing will be written to its pages."""
+        if request in self._wants_room:
+            self._wants_room.remove(request)
+        self.tier.free(request.restoring[1])
+        request.restoring = _NOTHING
+        self._settle(request, account)
 
     def _verify(self, keys: Sequence[PageKey], ids: Sequence[int]) -> None:
         seeds = self._contents.seeds(keys)

@@ -44,6 +44,16 @@ class ClaimResult:
 
 
 @attrs.define
+class DevicePages:
+    """Where the device's pages are at the end: free, held by the tier, or named by a restore that is not over."""
+
+    capacity: int = 0
+    free: int = 0
+    held: int = 0
+    in_flight: int = 0
+
+
+@attrs.define
 class EventResult:
     """Inventory events, and whether an index built from them alone equals every tier's content."""
 
@@ -110,6 +120,7 @@ class ReplayReport:
     store: StoreResult = attrs.field(factory=StoreResult)
     verify: VerifyResult = attrs.field(factory=VerifyResult)
     claims: ClaimResult = attrs.field(factory=ClaimResult)
+    device: DevicePages = attrs.field(factory=DevicePages)
     events: EventResult = attrs.field(factory=EventResult)
     timing: Timing = attrs.field(factory=Timing)
     series: HitSeries = attrs.field(factory=HitSeries)
@@ -141,7 +152,7 @@ class ReplayReport:
     def identities(self) -> list[str]:
         """Name every identity that does not hold; none when the books balance."""
         hits, reasons = sum(self.hits.values()), self.reasons.total()
-        host, claims = self.tiers[Tier.HOST], self.claims
+        host, claims, device = self.tiers[Tier.HOST], self.claims, self.device
         sums = [("blocks = hits + reasons", self.blocks, hits + reasons)]
         for tier, totals in self.tiers.items():
             sums.append((f"{tier}: queried = used + reasons", totals.queried, totals.used + totals.reasons.total()))
@@ -149,6 +160,11 @@ class ReplayReport:
         sums += [
             ("device.queried = blocks", self.tiers[Tier.DEVICE].queried, self.blocks),
             ("claims: taken = released + open", claims.taken, claims.released + claims.open),
+            (
+                "device pages: free + held + in flight = capacity",
+                device.free + device.held + device.in_flight,
+                device.capacity,
+            ),
             ("verify.pages = hits.host + hits.store", self.verify.pages, self.hits[Tier.HOST] + self.hits[Tier.STORE]),
         ]
         broken = [f"{name}: {left} is not {right}" for name, left, right in sums if left != right]
@@ -190,6 +206,7 @@ class ReplayReport:
             "store": attrs.asdict(self.store),
             "verify": attrs.asdict(self.verify),
             "claims": attrs.asdict(self.claims),
+            "device_pages": attrs.asdict(self.device),
             "events": attrs.asdict(self.events),
             "timing": {
                 "wall_s": round(wall, 3),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from time import perf_counter
 from typing import Literal, cast
 
@@ -12,8 +13,9 @@ from kvcr_actors.core.inventory import InventoryIndex
 from kvcr_actors.core.keys import Namespace, chain_seed, layout_name, page_key
 from kvcr_actors.devices.cpu import CpuDevice
 from kvcr_actors.devices.host_memory import HostPools
+from kvcr_actors.errors import KvcrActorsError, ReplayError
 from kvcr_actors.events.zmq import ZmqEventSink
-from kvcr_actors.ports import EventSink
+from kvcr_actors.ports import EventSink, Store
 from kvcr_actors.replay.engine import ReplayEngine
 from kvcr_actors.replay.events import TraceContexts, events_config
 from kvcr_actors.replay.options import ReplayOptions
@@ -22,52 +24,85 @@ from kvcr_actors.replay.trace import TraceRequest
 from kvcr_actors.stores.registry import open_store
 from kvcr_actors.types import CacheLayout, PageKey, Tier
 
+_FINAL_S = 60.0
+
 
 def run_replay(
-    options: ReplayOptions, requests: Sequence[TraceRequest], progress: Callable[[int], None]
+    options: ReplayOptions,
+    requests: Sequence[TraceRequest],
+    progress: Callable[[int], None],
+    started: Callable[[], None] | None = None,
 ) -> ReplayReport:
-    """Replay the requests and report; `progress` hears of requests finished since its last call."""
-    layout = options.layout()
-    device = CpuDevice(layout, options.device_blocks, HostPools(layout, options.host_blocks))
-    store = None
-    if options.has_store:
-        store = open_store(
-            options.store, options.store_option, options.store_blocks, options.store_path, _namespace(layout, options)
+    """Replay the requests and report; `progress` hears of requests finished since its last call.
+
+    `started` is called once every tier is open. What is raised before that is the fault of the options; a fault of the
+    package afterwards is a ReplayError.
+    """
+    run = _Run(options, requests)
+    run.controller.start()
+    try:
+        with closing(run.controller):
+            if started is not None:
+                started()
+            run.play(progress)
+    except KvcrActorsError as error:
+        raise ReplayError(f"the replay failed: {type(error).__name__}: {error}") from error
+    return run.report()
+
+
+class _Run:
+    """One replay's tiers, and what they hold at its end."""
+
+    def __init__(self, options: ReplayOptions, requests: Sequence[TraceRequest]) -> None:
+        layout = options.layout()
+        self._options = options
+        self._keys = request_keys(requests)
+        self._device = CpuDevice(layout, options.device_blocks, HostPools(layout, options.host_blocks))
+        self._store = _store(options, layout)
+        self._index = InventoryIndex()
+        self._contents: dict[Tier, frozenset[PageKey]] = {}
+        self._report = ReplayReport()
+        sinks: list[EventSink] = [self._index]
+        if (events := events_config(options)) is not None:
+            sinks.append(ZmqEventSink(events, TraceContexts(requests, self._keys)))
+        self.controller = CacheController(
+            _config(options),
+            device=self._device,
+            store=self._store,
+            sinks=sinks,
+            loop=cast("Literal['asyncio', 'trio']", options.loop),
         )
-    report, index = ReplayReport(), InventoryIndex()
-    keys = request_keys(requests)
-    sinks: list[EventSink] = [index]
-    if (events := events_config(options)) is not None:
-        sinks.append(ZmqEventSink(events, TraceContexts(requests, keys)))
-    controller = CacheController(
-        _config(options),
-        device=device,
-        store=store,
-        sinks=sinks,
-        loop=cast("Literal['asyncio', 'trio']", options.loop),
-    )
-    started = perf_counter()
-    with controller:
-        engine = ReplayEngine(options, controller, device, report)
-        engine.run(keys, progress)
-        controller.flush_pending_backups()
-        controller.wait_quiet(_FINAL_S)
-        report.timing.wall_s = perf_counter() - started
-        contents = {Tier.DEVICE: engine.tier.contents()}
-        if store is not None:
-            contents[Tier.STORE] = store.contents()
-        contents[Tier.HOST] = controller.host_contents()
-    report.take_stats(controller.stats)
-    report.backup.submits = device.backup_submits
-    claims = controller.claims
-    report.claims = ClaimResult(claims.taken, claims.released, claims.open, claims.quarantined)
-    report.events.index_matches = not index.anomalies and all(
-        index.residents(tier) == contents.get(tier, frozenset()) for tier in Tier
-    )
-    return report
+
+    def play(self, progress: Callable[[int], None]) -> None:
+        """Run all requests and look at every tier, on the started controller."""
+        started = perf_counter()
+        engine = ReplayEngine(self._options, self.controller, self._device, self._report)
+        engine.run(self._keys, progress)
+        self.controller.flush_pending_backups()
+        self.controller.wait_quiet(_FINAL_S)
+        self._report.timing.wall_s = perf_counter() - started
+        self._report.device = engine.pages()
+        self._contents = {Tier.DEVICE: engine.tier.contents(), Tier.HOST: self.controller.host_contents()}
+        if self._store is not None:
+            self._contents[Tier.STORE] = self._store.contents()
+
+    def report(self) -> ReplayReport:
+        """Close the books, once the controller is closed."""
+        report, index, claims = self._report, self._index, self.controller.claims
+        report.take_stats(self.controller.stats)
+        report.backup.submits = self._device.backup_submits
+        report.claims = ClaimResult(claims.taken, claims.released, claims.open, claims.quarantined)
+        report.events.index_matches = not index.anomalies and all(
+            index.residents(tier) == self._contents.get(tier, frozenset()) for tier in Tier
+        )
+        return report
 
 
-_FINAL_S = 60.0
+def _store(options: ReplayOptions, layout: CacheLayout) -> Store | None:
+    if not options.has_store:
+        return None
+    namespace = _namespace(layout, options)
+    return open_store(options.store, options.store_option, options.store_blocks, options.store_path, namespace)
 
 
 def _config(options: ReplayOptions) -> ControllerConfig:

@@ -18,12 +18,13 @@ class Operation(Generic[T]):
     All methods belong to the loop's thread; other threads go through `Services.post`.
     """
 
-    __slots__ = ("_outcome", "_quiet", "_settled", "_when_quiet")
+    __slots__ = ("_outcome", "_quiet", "_settled", "_when_quiet", "_when_settled")
 
     def __init__(self) -> None:
         self._settled = anyio.Event()
         self._quiet = anyio.Event()
         self._outcome: T | None = None
+        self._when_settled: list[Callable[[T], None]] = []
         self._when_quiet: list[Callable[[], None]] = []
 
     @classmethod
@@ -38,6 +39,9 @@ class Operation(Generic[T]):
         if not self._settled.is_set():
             self._outcome = outcome
             self._settled.set()
+            calls, self._when_settled = self._when_settled, []
+            for call in calls:
+                call(outcome)
         if quiet:
             self.become_quiet()
 
@@ -50,6 +54,16 @@ class Operation(Generic[T]):
         for call in calls:
             call()
 
+    def when_settled(self, call: Callable[[T], None]) -> None:
+        """Run `call` with the outcome in the turn that brings it, at once if it is known. It must not raise.
+
+        A waiter resumes a turn later, when the next operation's events may have been heard.
+        """
+        if self._settled.is_set():
+            call(cast("T", self._outcome))
+        else:
+            self._when_settled.append(call)
+
     def when_quiet(self, call: Callable[[], None]) -> None:
         """Run `call` once the memory is quiet, at once if it is. It must not raise."""
         if self._quiet.is_set():
@@ -61,6 +75,10 @@ class Operation(Generic[T]):
     def is_settled(self) -> bool:
         """Whether the outcome is known."""
         return self._settled.is_set()
+
+    def settled_outcome(self) -> T | None:
+        """The outcome, without waiting; None while it is not known."""
+        return self._outcome
 
     @property
     def is_quiet(self) -> bool:

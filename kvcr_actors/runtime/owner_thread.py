@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
@@ -123,6 +123,19 @@ class OwnerThread:
         if job.operation is not None:
             # A post of its own: what the call posted before, such as events, must come before its outcome.
             self._services.post(partial(job.operation.settle, outcome))
+
+
+async def close_threads(threads: Sequence[OwnerThread], deadline_s: float) -> None:
+    """Close one after the other, all within `deadline_s`; DeadlineError names each that did not end."""
+    end = anyio.current_time() + deadline_s
+    late: list[DeadlineError] = []
+    for thread in threads:
+        try:
+            await thread.close(max(0.0, end - anyio.current_time()))
+        except DeadlineError as error:
+            late.append(error)
+    if late:
+        raise DeadlineError("; ".join(map(str, late)))
 
 
 def _raise(error: Exception) -> None:

@@ -9,8 +9,8 @@ import anyio
 from anyio.lowlevel import checkpoint
 from structlog.typing import FilteringBoundLogger
 
-from kvcr_actors.errors import ConfigError
-from kvcr_actors.runtime.supervisor import ActorSpec, Supervisor, raising_sole_cause
+from kvcr_actors.errors import ConfigError, ControllerClosedError
+from kvcr_actors.runtime.supervisor import ActorSpec, ActorState, Supervisor, raising_sole_cause
 
 
 class Runtime:
@@ -23,8 +23,7 @@ class Runtime:
         self._log = log
         self._supervisors = [Supervisor[Any](spec, log, self.poke) for spec in specs]
         self._changed: anyio.Event | None = None
-        self._quiet_calls: list[Callable[[], None]] = []
-        self._quiet_asked = anyio.Event()
+        self._cut_short = False
 
     async def run(self, started: Callable[[], None], stop: anyio.Event) -> None:
         """Run until `stop`, then drain. `started` is called once all actors are built.
@@ -32,19 +31,20 @@ class Runtime:
         Raises the error of an actor that could not be built, or ActorEscalatedError; the other actors are
         cancelled then. Cancelling `run` skips the drain. In each case every message ends handled or abandoned.
         """
-        try:
-            with raising_sole_cause():
-                async with anyio.create_task_group() as tasks:
+        with raising_sole_cause():
+            async with anyio.create_task_group() as tasks:
+                try:
                     for supervisor in self._supervisors:
                         await tasks.start(supervisor.run, name=supervisor.spec.name)
-                    tasks.start_soon(self._answer_quiet_calls, name="runtime.quiet")
                     started()
                     await stop.wait()
                     for supervisor in self._supervisors:
                         await self._drain(supervisor)
-                    tasks.cancel_scope.cancel()
-        finally:
-            self._run_quiet_calls()
+                except BaseException:
+                    self._cut_short = True
+                    self.poke()
+                    raise
+                tasks.cancel_scope.cancel()
 
     def is_quiet(self) -> bool:
         """Whether all inboxes are empty, no batch is in hand and no actor is busy."""
@@ -57,17 +57,18 @@ class Runtime:
             self._changed = None
 
     async def wait_quiet(self) -> None:
-        """Wait until all is quiet at one moment. The caller sets the deadline."""
+        """Wait until all is quiet at one moment. The caller sets the deadline.
+
+        ControllerClosedError if the actors failed or were cancelled: what they had was abandoned, not done.
+        """
         await checkpoint()
-        while not self.is_quiet():
+        while True:
+            self._check_whole()
+            if self.is_quiet():
+                return
             if self._changed is None:
                 self._changed = anyio.Event()
             await self._changed.wait()
-
-    def when_quiet(self, call: Callable[[], None]) -> None:
-        """Run `call` on the loop once all is quiet, or the runtime ends. It must not raise."""
-        self._quiet_calls.append(call)
-        self._quiet_asked.set()
 
     def describe(self) -> dict[str, dict[str, Any]]:
         """For each actor its state, inbox, counters, last error and own description."""
@@ -94,14 +95,11 @@ class Runtime:
             return
         self._log.error("actor.does_not_end", actor=supervisor.spec.name, busy=supervisor.busy)
 
-    async def _answer_quiet_calls(self) -> None:
-        while True:
-            await self._quiet_asked.wait()
-            self._quiet_asked = anyio.Event()
-            await self.wait_quiet()
-            self._run_quiet_calls()
-
-    def _run_quiet_calls(self) -> None:
-        calls, self._quiet_calls = self._quiet_calls, []
-        for call in calls:
-            call()
+    def _check_whole(self) -> None:
+        # A failure counts from the moment of it, before the other actors are cancelled and so become quiet.
+        for supervisor in self._supervisors:
+            if supervisor.state is ActorState.FAILED:
+                name, error = supervisor.spec.name, supervisor.last_error
+                raise ControllerClosedError(f"actor {name} failed before all was quiet: {error}")
+        if self._cut_short:
+            raise ControllerClosedError("the actors were cancelled before all was quiet")

@@ -120,6 +120,7 @@ class Supervisor(Generic[M]):
         self.spec = spec
         self.state = ActorState.NEW
         self.done = anyio.Event()
+        self.last_error: str | None = None
         self._log = log.bind(actor=spec.name)
         self._changed = changed
         self._scope: anyio.CancelScope | None = None
@@ -130,7 +131,6 @@ class Supervisor(Generic[M]):
         self._restarts = 0
         self._batches = 0
         self._messages = 0
-        self._last_error: str | None = None
 
     @property
     def in_hand(self) -> int:
@@ -156,7 +156,7 @@ class Supervisor(Generic[M]):
             "in_hand": self.in_hand,
             "busy": self.busy,
             "restarts": self._restarts,
-            "last_error": self._last_error,
+            "last_error": self.last_error,
             "batches": self._batches,
             "messages": self._messages,
             "actor": {} if self._actor is None else self._actor.describe(),
@@ -236,7 +236,7 @@ class Supervisor(Generic[M]):
         failed_at.append(now)
         while now - failed_at[0] > policy.window_s:
             failed_at.popleft()
-        self._last_error = repr(error)
+        self.last_error = repr(error)
         if len(failed_at) > policy.limit:
             self.state = ActorState.FAILED
             raise ActorEscalatedError(

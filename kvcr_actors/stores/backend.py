@@ -8,6 +8,7 @@ from typing import Protocol
 import attrs
 
 from kvcr_actors.core.inventory import BlocksRemoved, BlocksStored, InventoryEvent
+from kvcr_actors.core.ordering import parents_first
 from kvcr_actors.ports import BatchOutcome, HostMemory, PageBatch
 from kvcr_actors.types import CacheLayout, PageKey, Tier
 
@@ -35,9 +36,10 @@ class StoreCounters:
 
 
 class PageBackend(Protocol):
-    """A store without its loop. One thread calls everything but `lookup` and `contents`, one call at a time.
+    """A store without its loop. One thread calls what changes it or may block, one call at a time.
 
-    `lookup` and `contents` are called on the loop at any time, so they answer from memory and never block.
+    `lookup`, `contents` and `counters` are called on the loop at any time, beside such a call: they answer from memory,
+    from what another thread may change meanwhile, and never block.
     """
 
     def open(self, layout: CacheLayout) -> None:
@@ -76,42 +78,26 @@ class PageBackend(Protocol):
         ...
 
     def close(self) -> None:
-        """Save what must outlive the process; nothing may be called afterwards but `lookup` and `contents`."""
+        """Save what must outlive the process; afterwards only `lookup`, `contents` and `counters` may be called."""
         ...
 
     def counters(self) -> Mapping[str, int]:
-        """Counts for people and metrics."""
+        """Counts for people and metrics, each right by itself; together they may be of different moments."""
         ...
-
-
-def parents_first(pages: Iterable[tuple[PageKey, PageKey | None]]) -> list[tuple[PageKey, PageKey | None]]:
-    """Order (key, parent) pairs so that no key comes before its parent, where both are given."""
-    parents = dict(pages)
-    ordered: list[tuple[PageKey, PageKey | None]] = []
-    seen: set[PageKey] = set()
-    for key in parents:
-        chain: list[tuple[PageKey, PageKey | None]] = []
-        node: PageKey | None = key
-        # `seen` holds the chain too, so that a loop in damaged data ends.
-        while node is not None and node in parents and node not in seen:
-            seen.add(node)
-            chain.append((node, parents[node]))
-            node = parents[node]
-        ordered.extend(reversed(chain))
-    return ordered
 
 
 def stored_events(pages: Iterable[tuple[PageKey, PageKey | None]]) -> list[InventoryEvent]:
     """Events for pages that came to be, parents first, `ANNOUNCED_KEYS` keys each."""
-    ordered = parents_first(pages)
+    parents = dict(pages)
+    ordered = parents_first(parents)
     events: list[InventoryEvent] = []
     for start in range(0, len(ordered), ANNOUNCED_KEYS):
-        keys, parents = zip(*ordered[start : start + ANNOUNCED_KEYS], strict=True)
-        events.append(BlocksStored(Tier.STORE, keys, parents))
+        keys = tuple(ordered[start : start + ANNOUNCED_KEYS])
+        events.append(BlocksStored(Tier.STORE, keys, tuple(parents[key] for key in keys)))
     return events
 
 
 def removed_events(pages: Iterable[tuple[PageKey, PageKey | None]]) -> list[InventoryEvent]:
     """The event for pages that went, leaves first; none for no pages."""
-    keys = tuple(key for key, _ in reversed(parents_first(pages)))
+    keys = tuple(reversed(parents_first(dict(pages))))
     return [BlocksRemoved(Tier.STORE, keys)] if keys else []

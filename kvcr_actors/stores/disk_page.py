@@ -14,8 +14,7 @@ from collections.abc import Sequence
 
 import attrs
 
-from kvcr_actors.core.keys import KEY_BYTES
-from kvcr_actors.types import PageKey
+from kvcr_actors.types import KEY_BYTES, PageKey
 
 VERSION = 1
 MAX_POOLS = 63

@@ -103,6 +103,11 @@ class FaultyStore:
         keys = tuple(keys)
         return self._start("lookup", len(keys), lambda calls, fault: calls.lookup(keys, fault), (0,) * len(keys))
 
+    def confirm(self, keys: Sequence[PageKey], request_id: RequestId) -> Operation[bool]:
+        """An embedded store promises only what it has (see `testing.confirming`)."""
+        del keys, request_id
+        return Operation[bool].finished(True)  # noqa: FBT003
+
     def read(self, batch: PageBatch, request_id: RequestId) -> Operation[BatchOutcome]:
         """Copy pages into host slots, or do to them what the fault says."""
         del request_id

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from itertools import count
 from typing import Any
 
@@ -15,7 +15,7 @@ from kvcr_actors.assembly import Assembly
 from kvcr_actors.config import ControllerConfig
 from kvcr_actors.core.inventory import InventoryIndex
 from kvcr_actors.core.stats import ControllerStats
-from kvcr_actors.errors import KvcrActorsError
+from kvcr_actors.errors import ControllerClosedError, KvcrActorsError
 from kvcr_actors.messages import BackupAck, Completion, PrefetchCancelled, PrefetchReady, RestoreFinished
 from kvcr_actors.ports import StoreTraits
 from kvcr_actors.ranks.single import SingleRank
@@ -153,9 +153,9 @@ class Rig:
         return new
 
     async def quiet(self) -> None:
-        """Until no actor has anything to do."""
+        """Until no actor has anything to do; one that was killed has nothing to do any more."""
         assert self.assembly._runtime is not None
-        with anyio.fail_after(LONG_S):
+        with anyio.fail_after(LONG_S), suppress(ControllerClosedError):
             await self.assembly._runtime.wait_quiet()
         self.take()
 

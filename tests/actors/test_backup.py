@@ -6,6 +6,7 @@ import anyio
 import pytest
 
 from kvcr_actors.errors import InvalidNodeError
+from kvcr_actors.metrics import Metrics
 from kvcr_actors.testing.faults import Fault, FaultPlan
 from kvcr_actors.types import NO_SLOT, BackupNode, SkipReason
 from tests.actors.rig import Rig, chain, live, page_bytes, virtual
@@ -35,7 +36,7 @@ async def test_scenario_44_any_number_of_nodes_of_a_step_are_one_submit_and_one_
             assert rig.device.backup_submits == before + 1
         await rig.quiet()
     rig.check()
-    assert rig.stats.backup.steps == rig.device.backup_submits == 3
+    assert rig.stats.backup.steps == rig.stats.backup.submits == rig.device.backup_submits == 3
 
 
 async def test_steps_that_wait_together_are_never_merged_and_keep_their_own_fences() -> None:
@@ -236,3 +237,19 @@ def test_malformed_nodes_are_refused_where_they_are_made() -> None:
         BackupNode(1, (b"a" * 32, b"a" * 32), ((1, 2), (NO_SLOT, NO_SLOT)))
     with pytest.raises(InvalidNodeError, match="lists 1 pages for 2 keys"):
         BackupNode(1, (b"a" * 32, b"b" * 32), ((1,), (2, 3)))
+
+
+async def test_a_step_whose_launch_fails_counts_as_a_step_and_not_as_a_submit() -> None:
+    rig = Rig(device_faults=FaultPlan({("to_host", 0): Fault.FAIL}))
+    keys = chain("a", 2)
+    async with rig.running():
+        await rig.back_up(rig.node(keys[:1]))
+        await rig.back_up(rig.node(keys[:1]), rig.node(keys[1:], keys[0]))
+        await rig.back_up(rig.node(keys))  # nothing to copy
+        await rig.quiet()
+        backup = rig.stats.backup
+        assert (backup.nodes, backup.steps, backup.submits) == (3, 2, 1)
+        scraped = Metrics(lambda: rig.stats).render().decode()
+        assert "kvcr_actors_backup_submits_total 1.0" in scraped
+        assert "kvcr_actors_backup_steps_total 2.0" in scraped
+    rig.check()

@@ -226,7 +226,7 @@ async def test_the_next_batch_of_an_order_waits_until_the_store_has_let_go_of_th
         await rig.quiet()
         assert len(opened) == 2
         assert rig.stats.deposit.deposited == 4
-        assert rig.assembly.ledger.quarantined_bytes == 4 * 29
+        assert rig.assembly.ledger.quarantined_bytes == 2 * 29  # the second batch
         rig.check(quiet=False)
         opened[1].become_quiet()
         rig.check()

@@ -6,8 +6,10 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from kvcr_actors.core.inventory import TierCleared
+from kvcr_actors.core.inventory import BlocksStored, Ownership, TierCleared
+from kvcr_actors.errors import InboxFullError
 from kvcr_actors.messages import BackupAck, PrefetchCancelled, PrefetchReady
+from kvcr_actors.runtime.inbox import Inbox
 from kvcr_actors.types import MissReason, PrefetchRequest, SkipReason, Tier
 from tests.actors.rig import Rig, chain, live
 
@@ -114,7 +116,7 @@ async def test_events_that_find_the_publisher_full_come_later_and_in_order() -> 
 
 
 async def test_the_oldest_events_beyond_the_bound_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcr_actors.actors.state._OVERFLOW_EVENTS", 3)
+    monkeypatch.setattr("kvcr_actors.actors.state.EVENTS_KEPT", 3)
     rig = Rig(inbox_limit=1)
     async with rig.running():
         state = rig.assembly._state
@@ -155,3 +157,58 @@ async def test_a_copy_that_the_confirmation_takes_no_more_is_given_up_and_acknow
         await rig.ports_quiet()
         rig.check()
     rig.check()
+
+
+async def test_a_request_does_not_overtake_the_cancel_of_an_earlier_one_of_its_id(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig(store_pages=None)
+    keys = chain("a", 2)
+    async with rig.running():
+        await rig.back_up(rig.node(keys))
+        await rig.prefetched("r", keys)
+        real = Inbox.post
+
+        def full_once(inbox: Inbox[object], message: object) -> None:
+            monkeypatch.setattr(Inbox, "post", real)  # the loop makes room between two posts of one hand-over
+            raise InboxFullError("full")
+
+        monkeypatch.setattr(Inbox, "post", full_once)
+        rig.desk.cancel("r")
+        rig.give_prefetch("r", keys)
+        refused = await rig.reply("r")
+        assert isinstance(refused, PrefetchReady)
+        assert refused.account is not None
+        assert refused.account.reasons == {MissReason.QUEUE_FULL: 2}
+        rig.give_prefetch("r", keys)  # its step takes the cancel along, before it
+        assert isinstance(await rig.reply("r"), PrefetchCancelled)
+        assert await rig.reply("r") == PrefetchReady("r", 2)
+        rig.give_cancel("r")
+        await rig.quiet()
+    assert rig.assembly.ledger.open == 0
+
+
+async def test_the_engines_events_that_find_the_publisher_full_leave_with_a_later_step() -> None:
+    rig = Rig(inbox_limit=1)
+    events = [BlocksStored(Tier.DEVICE, (key,), (None,)) for key in chain("device", 4)]
+    async with rig.running():
+        for event in events:
+            rig.desk.publish([event])
+            rig.desk.flush_pending_backups()
+        await rig.quiet()
+        rig.desk.flush_pending_backups()
+        await rig.quiet()
+        assert list(rig.index.holding(Tier.DEVICE, Ownership.ENGINE)) == list(chain("device", 4))
+    assert rig.stats.events_dropped == 0
+
+
+async def test_the_engines_oldest_events_beyond_the_bound_are_dropped_and_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvcr_actors.desk.EVENTS_KEPT", 3)
+    rig = Rig(inbox_limit=1)
+    async with rig.running():
+        for _ in range(6):
+            rig.desk.publish([TierCleared(Tier.DEVICE)])
+            rig.desk.flush_pending_backups()
+        assert rig.stats.events_dropped == 2

@@ -9,6 +9,7 @@ from kvcr_actors.messages import PrefetchCancelled, PrefetchReady
 from kvcr_actors.ports import BatchOutcome, PageBatch
 from kvcr_actors.runtime.operation import Operation
 from kvcr_actors.testing.faults import Fault, FaultPlan
+from kvcr_actors.testing.invariants import check_accounts, check_claims, check_host
 from kvcr_actors.types import MissReason, PrefetchRequest, RequestId
 from tests.actors.rig import Rig, chain, virtual
 
@@ -193,20 +194,73 @@ async def test_scenario_20_orders_for_requests_that_are_unknown_or_over_are_igno
     rig.check()
 
 
-async def test_a_request_id_that_is_in_use_gets_one_answer() -> None:
+async def test_an_order_whose_request_id_is_in_use_ends_at_once_as_cancelled_and_the_first_goes_on() -> None:
     rig = Rig(store_latency_s=0.01)
     keys = chain("a", 2)
     async with rig.running():
         await rig.stored(keys)
         for _ in range(3):
             rig.give_prefetch("r", keys)
-        assert isinstance(await rig.reply("r"), PrefetchReady)
+        for _ in range(2):
+            assert_is_cancelled_duplicate(await rig.reply("r"))
+        assert await rig.reply("r") == PrefetchReady("r", 2)
         rig.give_prefetch("r", keys)
-        await rig.quiet()
+        assert_is_cancelled_duplicate(await rig.reply("r"))
         rig.give_cancel("r")
         assert isinstance(await rig.reply("r"), PrefetchCancelled)
         await rig.quiet()
-    rig.check()
+        assert not rig.completions[7:]
+    check_claims(rig.assembly)
+    check_host(rig.assembly)
+    check_accounts(rig.completions, rig.stats)
+
+
+def assert_is_cancelled_duplicate(answer: object) -> None:
+    assert isinstance(answer, PrefetchReady)
+    assert answer.account is not None
+    assert answer.account.reasons == {MissReason.CANCELLED: 2}
+
+
+async def test_a_request_id_that_is_used_again_after_its_cancel_is_answered_for_each_order_in_turn() -> None:
+    rig = Rig(store_latency_s=0.01)
+    keys = chain("a", 2)
+    async with rig.running():
+        await rig.stored(keys)
+        rig.give_prefetch("r", keys)
+        await anyio.sleep(0.005)
+        rig.give_cancel("r")
+        rig.give_prefetch("r", keys)
+        rig.give_cancel("r")
+        rig.give_prefetch("r", keys)
+        for _ in range(2):
+            assert isinstance(await rig.reply("r"), PrefetchCancelled)
+        assert await rig.reply("r") == PrefetchReady("r", 2)
+        rig.give_cancel("r")
+        assert isinstance(await rig.reply("r"), PrefetchCancelled)
+        await rig.quiet()
+        await rig.ports_quiet()
+    check_claims(rig.assembly)
+    check_host(rig.assembly)
+    check_accounts(rig.completions, rig.stats)
+
+
+@pytest.mark.parametrize("end", ["stop", "crash"])
+async def test_a_request_behind_a_stopping_search_is_answered_when_the_actor_ends(end: str) -> None:
+    rig = Rig(store_latency_s=0.01)
+    keys = chain("a", 2)
+    async with rig.running():
+        await rig.stored(keys)
+        rig.give_prefetch("r", keys)
+        await anyio.sleep(0.005)
+        rig.give_cancel("r")
+        rig.give_prefetch("r", keys)
+        if end == "crash":
+            await rig.crash("prefetch")
+            rig.give_cancel("r")
+    endings = [one for one in rig.completions if isinstance(one, PrefetchCancelled)]
+    assert len(endings) == 2
+    check_claims(rig.assembly)
+    check_accounts(rig.completions, rig.stats)
 
 
 @virtual
@@ -327,6 +381,8 @@ async def test_pages_that_a_read_has_filled_but_not_let_go_of_are_not_handed_on_
         rig.give_cancel("r")
         assert isinstance(await rig.reply("r"), PrefetchCancelled)
         rig.check(quiet=False)
-        opened[1].become_quiet()
+        opened[1].become_quiet()  # too late for its request, but not for others
+        await rig.quiet()
+        assert rig.assembly.host.contents() == frozenset(keys)
         rig.check()
     rig.check()

@@ -16,6 +16,7 @@ from kvcr_actors.actors.restore import RestoreActor
 from kvcr_actors.actors.state import LoopState
 from kvcr_actors.core.prefetch_state import HeldPrefix
 from kvcr_actors.messages import DepositPages
+from kvcr_actors.ports import BatchOutcome, PageOutcome
 from kvcr_actors.testing.devices import LoopDevice
 from kvcr_actors.testing.faults import Fault, FaultPlan
 from kvcr_actors.testing.virtual_time import run_virtual
@@ -282,10 +283,11 @@ def the_fence_is_ignored(patch: Patch) -> None:
 
 
 def a_child_counts_as_stored_without_its_parent(patch: Patch) -> None:
-    def take(actor: DepositActor, pages: Sequence[Any], outcomes: Sequence[Any], reasons: dict[Any, Any]) -> list[Any]:
-        for page, outcome in zip(pages, outcomes, strict=True):
-            page.stored = page.stored or outcome.value == "ok"
-        return [page for page in pages if not page.stored]
+    def note(actor: DepositActor, pages: Sequence[Any], outcome: BatchOutcome, store: object, done: set[Any]) -> None:
+        for page, result in zip(pages, outcome.pages, strict=True):
+            if result is PageOutcome.OK:
+                page.stored = True
+                done.add(page)
 
     def missing(pages: Sequence[Any]) -> list[Any]:
         result: list[Any] = []
@@ -297,7 +299,7 @@ def a_child_counts_as_stored_without_its_parent(patch: Patch) -> None:
             result += reversed(path)
         return result
 
-    patch.setattr(DepositActor, "_take", take)
+    patch.setattr(DepositActor, "_note", note)
     patch.setattr("kvcr_actors.actors.deposit._with_missing_parents", missing)
 
 

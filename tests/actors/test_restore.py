@@ -144,6 +144,21 @@ async def test_orders_that_do_not_fit_their_prefix_are_refused_and_their_claims_
     rig.check()
 
 
+async def test_an_order_of_nothing_that_begins_beyond_its_prefix_says_what_the_device_really_has() -> None:
+    rig = Rig()
+    keys = chain("a", 3)
+    async with rig.running():
+        await rig.back_up(rig.node(keys))
+        await rig.prefetched("r", keys)
+        rig.give_restore("r", 0, first=9)
+        finished = await rig.reply("r")
+        assert isinstance(finished, RestoreFinished)
+        assert finished.pages == 0
+        assert finished.account.reasons == {MissReason.RESTORE_FAILED: 3}
+        await rig.quiet()
+    rig.check()
+
+
 async def test_a_second_restore_and_a_cancel_after_it_are_moot() -> None:
     rig = Rig()
     keys = chain("a", 3)

@@ -41,6 +41,8 @@ def test_an_interrupt_leaves_neither_files_nor_a_store_folder(
         stdout=subprocess.PIPE,
         text=True,
         env=os.environ | {"TMPDIR": str(temporary)},
+        # A shell's background job hands an ignored SIGINT down.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         assert process.stderr is not None

@@ -15,6 +15,7 @@ from kvcr_actors.cli.app import run
 from kvcr_actors.errors import DeviceError
 from kvcr_actors.replay import session
 from kvcr_actors.replay.report import ReplayReport
+from kvcr_actors.stores.disk import DiskMedium
 from kvcr_actors.stores.disk_folder import StoreFolder
 
 PROGRAM = [sys.executable, "-m", "kvcr_actors.cli", "replay", "--limit", "60", "--page-bytes", "64"]
@@ -74,9 +75,31 @@ def test_a_store_folder_in_use_is_refused_in_one_line(tmp_path: Path, capsys: py
         assert run([*SMALL, "--store", "disk", "--store-path", str(folder.path)]) == 2
     finally:
         folder.close()
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith(f"kvcr-actors replay: store folder {folder.path} is in use")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"kvcr-actors replay: store folder {folder.path} is in use")
     assert run([*SMALL, "--store", "disk", "--store-path", str(folder.path)]) == 0
+
+
+def test_a_store_of_another_format_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    disk = [*SMALL, "--store", "disk", "--store-path", str(tmp_path / "store")]
+    assert run(disk) == 0
+    capsys.readouterr()
+    (tmp_path / "store" / "format").write_text("nonsense")
+    assert run(disk) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("kvcr-actors replay: ")
+
+
+def test_a_store_that_fails_at_its_close_is_no_bad_input(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_medium: DiskMedium) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(DiskMedium, "close", fail)
+    assert run([*SMALL, "--store", "disk", "--store-path", str(tmp_path / "store")]) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("kvcr-actors replay: the replay failed: StoreError: store disk did not close cleanly")
 
 
 def test_a_reader_that_goes_away_is_no_traceback() -> None:

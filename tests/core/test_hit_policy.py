@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcr_actors.core.hit_policy import boundaries, component_masks, legal_boundaries, longest
+from kvcr_actors.core.hit_policy import boundaries, component_masks, legal_boundaries, longest, needed_masks
 from kvcr_actors.types import NO_SLOT, AllPages, BlockGroups, CacheLayout, HitPolicy, PoolSpec, TrailingPages
 
 policies = st.one_of(st.just(AllPages()), st.integers(1, 9).map(TrailingPages), st.integers(1, 5).map(BlockGroups))
@@ -92,3 +92,12 @@ def test_ranks_without_a_common_boundary_restore_nothing() -> None:
 )
 def test_component_masks_name_the_pools_of_each_page(components: tuple, masks: list[int]) -> None:
     assert component_masks(components) == masks
+
+
+def test_a_restore_needs_of_each_pool_what_its_policy_names() -> None:
+    layout = CacheLayout(
+        (PoolSpec("kv", 1, 8), PoolSpec("swa", 1, 8, TrailingPages(2)), PoolSpec("groups", 1, 8, BlockGroups(2)))
+    )
+    assert needed_masks(layout, 4) == [0b101, 0b101, 0b111, 0b111]
+    assert needed_masks(layout, 1) == [0b111]
+    assert needed_masks(layout, 0) == []

@@ -99,3 +99,13 @@ def test_misuse_is_refused_before_any_change() -> None:
         with pytest.raises(ValueError, match="is over"):
             use(growths)
     tier.check()
+
+
+def test_a_snapshot_names_parents_before_children_and_a_growth_says_whether_it_goes_on() -> None:
+    tier = HostTier(LAYOUT, 4)
+    a, b = held(tier, "ab", 0b001)
+    assert tier.snapshot() == [a, b]
+    (growth,) = tier.reserve_more([(a, 0b010)])
+    assert tier.is_growing(growth)
+    tier.drop([growth])
+    assert not tier.is_growing(growth)

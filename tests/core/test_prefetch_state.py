@@ -10,7 +10,7 @@ from kvcr_actors.core.prefetch_state import HeldPrefix, Phase
 from kvcr_actors.types import AllPages, CacheLayout, MissReason, PoolSpec, PrefetchRequest, TrailingPages
 
 LAYOUT = CacheLayout((PoolSpec("kv", 2, 64, AllPages()), PoolSpec("mamba", 1, 8, TrailingPages(1))))
-KEYS = tuple(letter.encode() for letter in "abcd")
+KEYS = tuple(letter.encode() * 32 for letter in "abcd")
 
 
 @pytest.fixture
@@ -84,3 +84,18 @@ def test_the_account_covers_every_page_beyond_the_device(held: HeldPrefix) -> No
     assert account.reasons == {MissReason.READ_FAILED: 1}
     later = held.account(3, MissReason.NOT_RESTORED, device=9)
     assert (later.host.queried, later.reasons) == (0, {})
+
+
+def test_a_limit_shortens_what_is_held_for_a_reason_and_the_end_is_told_once(held: HeldPrefix) -> None:
+    held.extend(pages_of(held, [3, 3, 3]))
+    assert held.boundaries(LAYOUT) == 0b1111
+    ended: list[str] = []
+    held.when_ended(lambda: ended.append("before"))
+    held.limit(5, MissReason.RANKS_DISAGREED)
+    assert (len(held.pages), held.miss) == (3, MissReason.ABSENT)
+    held.limit(2, MissReason.RANKS_DISAGREED)
+    assert (len(held.pages), held.miss) == (2, MissReason.RANKS_DISAGREED)
+    assert ended == []
+    held.end()
+    held.when_ended(lambda: ended.append("after"))
+    assert ended == ["before", "after"]

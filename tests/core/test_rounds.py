@@ -4,7 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcr_actors.core.rounds import OperationTable, Resolution, RoundShape, operation_number
+from kvcr_actors.core.rounds import (
+    OperationTable,
+    Resolution,
+    RoundShape,
+    first_agreement,
+    operation_number,
+    step_operation,
+)
 from kvcr_actors.errors import ConfigError
 
 SHAPE = RoundShape(slots=3, words=2)
@@ -80,6 +87,15 @@ def test_what_expires_ends_with_nothing_and_what_is_agreed_in_time_does_not() ->
     assert table.clear() == []
 
 
+def test_only_what_is_still_open_is_dropped() -> None:
+    table = OperationTable(SHAPE)
+    first, second, third = table.open(1, 1, 9.0), table.open(1, 1, 9.0), table.open(2, 1, 9.0)
+    table.settle({1: 1}, 0.0)
+    assert table.drop([first, second]) == [second]
+    assert table.drop([second]) == []
+    assert list(table) == [third]
+
+
 def test_bits_taken_back_count_from_the_next_round_on_and_every_rank_hears_the_same() -> None:
     table = OperationTable(SHAPE)
     entry = table.open(1, 0b11, 5.0)
@@ -87,3 +103,9 @@ def test_bits_taken_back_count_from_the_next_round_on_and_every_rank_hears_the_s
     entry.bits = 0
     assert SHAPE.decode(table.encode(1)) == {1: 0}
     assert table.settle(SHAPE.resolve([sent]).agreed, 0.0) == [(entry, 0b11)]
+
+
+def test_a_step_is_named_by_its_nodes_and_a_search_by_its_first_agreement() -> None:
+    assert step_operation([1, 23]) == step_operation(iter((1, 23)))
+    assert step_operation([1, 23]) != step_operation([12, 3])
+    assert first_agreement("r") == ("prefetch 1", "r")

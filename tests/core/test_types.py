@@ -8,6 +8,7 @@ import pytest
 
 from kvcr_actors.errors import ConfigError, InvalidNodeError
 from kvcr_actors.types import (
+    NO_SLOT,
     AllPages,
     BackupNode,
     BlockGroups,
@@ -69,3 +70,19 @@ def test_well_formed_orders_are_taken() -> None:
     assert BackupNode(1, KEYS, ([1, 2], [3, 4])).parent is None
     assert PrefetchRequest("r", KEYS, 2).device_pages == 2
     assert RestoreOrder("r", 0, ([1, 2], [3, 4])).count == 2
+
+
+def test_keys_of_a_wrong_length_are_refused_and_named() -> None:
+    for make in (
+        lambda: BackupNode(7, (bytes(32), b"short"), ((0, 1),)),
+        lambda: PrefetchRequest("r", (bytes(32), b"short")),
+    ):
+        with pytest.raises(InvalidNodeError, match="key b'short' has 5 bytes, not 32"):
+            make()
+
+
+def test_a_page_of_which_no_pool_keeps_anything_is_refused() -> None:
+    keys = (bytes(32), bytes([1]) * 32)
+    BackupNode(7, keys, ((0, NO_SLOT), (NO_SLOT, 3)))
+    with pytest.raises(InvalidNodeError, match="node 7: no pool keeps anything for its page 1"):
+        BackupNode(7, keys, ((0, NO_SLOT), (2, NO_SLOT)))

@@ -18,8 +18,8 @@ def tree_of(*paths: str) -> Tree:
     for path in paths:
         parent = None
         for letter in path:
-            page = tree.get(letter.encode())
-            parent = page or tree.insert(letter.encode(), parent, ord(letter), ready=True)
+            page = tree.get(letter.encode() * 32)
+            parent = page or tree.insert(letter.encode() * 32, parent, ord(letter), ready=True)
     return tree
 
 
@@ -29,12 +29,12 @@ def book_of(tree: Tree, policy: WritePolicy, **numbers: float) -> WriteBook[Save
 
 
 def path(tree: Tree, text: str) -> list[SavedPage]:
-    return tree.match(letter.encode() for letter in text)
+    return tree.match(letter.encode() * 32 for letter in text)
 
 
 def keys(node: BackupNode | None) -> str:
     assert node is not None
-    return b"".join(node.keys).decode()
+    return "".join(chr(key[0]) for key in node.keys)
 
 
 def test_write_through_saves_what_is_new_below_what_is_saved() -> None:
@@ -44,7 +44,7 @@ def test_write_through_saves_what_is_new_below_what_is_saved() -> None:
     assert (keys(node), node.parent, node.pages) == ("ab", None, ((97, 98),))
     assert book.finished(path(tree, "ab")) is None
     below = book.finished(path(tree, "abc"))
-    assert (keys(below), below.parent) == ("c", b"b")
+    assert (keys(below), below.parent) == ("c", b"b" * 32)
     assert book.open_nodes == 2
     book.acknowledge([node.node_id, below.node_id], [])
     assert [page.backup for page in path(tree, "abc")] == [Backup.DONE] * 3

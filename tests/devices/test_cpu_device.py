@@ -88,6 +88,25 @@ async def test_a_copy_waits_for_its_fence_and_the_caller_does_not() -> None:
         await device.close(5)
 
 
+@pytest.mark.parametrize("held", Direction)
+async def test_a_copy_behind_a_fence_holds_up_none_of_the_other_direction(held: Direction) -> None:
+    device = make_device(LAYOUTS["one_plane"])
+    plans = {direction: plan_copy(direction, [(([1],), ([1],))]) for direction in Direction}
+    (free,) = (direction for direction in Direction if direction is not held)
+    async with open_services() as services:
+        await device.open(services)
+        fence = CpuFence()
+        waiting, behind = device.submit(plans[held], fence), device.submit(plans[held], None)
+        with anyio.fail_after(10):
+            assert (await device.submit(plans[free], None).outcome()).failed == {}
+        assert not waiting.is_settled
+        assert not behind.is_settled
+        fence.set()
+        await behind.outcome()
+        assert waiting.is_settled
+        await device.close(5)
+
+
 async def test_a_fence_that_is_never_set_fails_the_submit_and_copies_nothing() -> None:
     device = make_device(LAYOUTS["hybrid"], fence_deadline_s=0.01)
     before = device.host.tensor(0).clone()

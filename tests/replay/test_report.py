@@ -11,7 +11,7 @@ from rich.console import Console
 from kvcr_actors.core.accounting import PrefixOutcome, settle
 from kvcr_actors.core.stats import ControllerStats
 from kvcr_actors.replay.plot import draw_hits
-from kvcr_actors.replay.report import HitSeries, ReplayReport, Timing
+from kvcr_actors.replay.report import DevicePages, HitSeries, ReplayReport, Timing
 from kvcr_actors.replay.summary import render
 from kvcr_actors.types import MissReason, SkipReason, Tier
 
@@ -32,6 +32,7 @@ def healthy_report() -> ReplayReport:
     report.take_stats(stats)
     report.verify.pages = 5
     report.claims.taken = report.claims.released = 9
+    report.device = DevicePages(capacity=6, free=1, held=3, in_flight=2)
     report.events.index_matches = True
     report.timing = Timing(2.0, array("q", [1_000, 3_000, 2_000]))
     return report
@@ -67,6 +68,7 @@ def test_the_json_form_has_the_documented_keys() -> None:
         "store": {"deposited": 7, "failed": 0, "evicted": 0},
         "verify": {"pages": 5, "mismatches": 0},
         "claims": {"taken": 9, "released": 9, "open": 0, "quarantined": 0},
+        "device_pages": {"capacity": 6, "free": 1, "held": 3, "in_flight": 2},
         "events": {"published": 0, "index_matches": True},
         "timing": {"wall_s": 2.0, "blocks_per_s": 7.0, "scheduler_us_per_step": {"p50": 2.0, "p99": 3.0}},
     }
@@ -93,6 +95,10 @@ def break_claims(report: ReplayReport) -> None:
     report.claims.released -= 1
 
 
+def break_device(report: ReplayReport) -> None:
+    report.device.held -= 1
+
+
 def break_quarantine(report: ReplayReport) -> None:
     report.claims.quarantined = 1
 
@@ -113,6 +119,7 @@ def break_verification(report: ReplayReport) -> None:
         break_host,
         break_hits,
         break_claims,
+        break_device,
         break_quarantine,
         break_submits,
         break_verification,

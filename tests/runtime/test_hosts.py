@@ -12,8 +12,9 @@ import pytest
 
 from kvcr_actors.errors import ConfigError, DeadlineError
 from kvcr_actors.runtime.bell import LoopAccess, LoopBell
-from kvcr_actors.runtime.hosts import InlineHost, TaskHost, ThreadHost
+from kvcr_actors.runtime.hosts import TaskHost, ThreadHost
 from kvcr_actors.runtime.inbox import Inbox
+from kvcr_actors.runtime.inline_host import InlineHost
 from kvcr_actors.runtime.outbox import Outbox
 from kvcr_actors.runtime.owner_thread import OwnerThread
 

@@ -8,9 +8,9 @@ from typing import Any
 import anyio
 import pytest
 
-from kvcr_actors.errors import ConfigError, InboxClosedError
+from kvcr_actors.errors import ActorEscalatedError, ConfigError, ControllerClosedError, InboxClosedError
 from kvcr_actors.runtime.runtime import Runtime
-from kvcr_actors.runtime.supervisor import ActorSpec
+from kvcr_actors.runtime.supervisor import ActorSpec, RestartPolicy
 from tests.runtime.workers import Diary, Worker, worker_spec
 
 pytestmark = pytest.mark.anyio
@@ -142,10 +142,8 @@ async def test_quiet_means_nothing_queued_in_hand_or_in_flight(running):
 
     spec, other = worker_spec("a", diary, act=act), worker_spec("b", diary)
     async with running(spec, other) as runtime:
-        seen: list[list[Any]] = []
         assert runtime.is_quiet()
         spec.inbox.tell("x")
-        runtime.when_quiet(lambda: seen.append(list(diary.handled)))
         assert not runtime.is_quiet()
         await anyio.wait_all_tasks_blocked()
         assert len(spec.inbox) == 0
@@ -154,12 +152,9 @@ async def test_quiet_means_nothing_queued_in_hand_or_in_flight(running):
         await anyio.wait_all_tasks_blocked()
         assert runtime.describe()["a"]["in_hand"] == 0
         assert not runtime.is_quiet()
-        assert seen == []
         go_on["child"].set()
         await runtime.wait_quiet()
         assert diary.handled == ["x", "from the child"]
-        await anyio.wait_all_tasks_blocked()
-        assert seen == [["x", "from the child"]]
 
 
 async def test_a_message_posted_without_a_ring_is_not_quiet(running):
@@ -170,7 +165,7 @@ async def test_a_message_posted_without_a_ring_is_not_quiet(running):
         assert not runtime.is_quiet()
 
 
-async def test_many_waiters_and_calls_are_told_of_one_quiet_moment(running):
+async def test_many_waiters_are_told_of_one_quiet_moment(running):
     diary = Diary()
 
     async def act(worker: Worker, batch: Sequence[Any]) -> None:
@@ -185,35 +180,68 @@ async def test_many_waiters_and_calls_are_told_of_one_quiet_moment(running):
             told.append(name)
 
         spec.inbox.tell("x")
-        runtime.when_quiet(lambda: told.append("call"))
         async with anyio.create_task_group() as tasks:
             for name in ("first", "second"):
                 tasks.start_soon(wait, name)
-        await anyio.wait_all_tasks_blocked()
-        assert sorted(told) == ["call", "first", "second"]
-        runtime.when_quiet(lambda: told.append("at once"))
-        await anyio.wait_all_tasks_blocked()
+        assert sorted(told) == ["first", "second"]
+        await wait("at once")
         assert told[-1] == "at once"
 
 
-async def test_whoever_waits_for_quiet_is_released_when_the_runtime_ends(log):
-    async def stuck(worker: Worker, batch: Sequence[Any]) -> None:
-        await anyio.sleep(1000)
+async def stuck(worker: Worker, batch: Sequence[Any]) -> None:
+    await anyio.sleep(1000)
 
+
+async def test_actors_that_were_cancelled_are_not_quiet_to_whoever_waits_or_asks_later(log):
     spec = worker_spec("a", Diary(), act=stuck)
     runtime = Runtime([spec], log.logger)
-    told: list[str] = []
+
+    async def wait() -> None:
+        with pytest.raises(ControllerClosedError, match="cancelled before all was quiet"):
+            await runtime.wait_quiet()
+
     async with anyio.create_task_group() as outer:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(runtime.run, lambda: None, anyio.Event())
             await anyio.wait_all_tasks_blocked()
             spec.inbox.tell("x")
-            runtime.when_quiet(lambda: told.append("call"))
-            outer.start_soon(runtime.wait_quiet)
+            outer.start_soon(wait)
             await anyio.wait_all_tasks_blocked()
-            assert told == []
             tasks.cancel_scope.cancel()
-        assert told == ["call"]
+        await wait()
+
+
+async def test_an_actor_that_fails_is_named_to_whoever_waits_for_quiet_or_asks_later(running):
+    go_on = anyio.Event()
+
+    async def fail(worker: Worker, batch: Sequence[Any]) -> None:
+        await go_on.wait()
+        raise ValueError("planted")
+
+    async def wait(runtime: Runtime) -> None:
+        with pytest.raises(ControllerClosedError, match=r"actor a failed before all was quiet: .*planted"):
+            await runtime.wait_quiet()
+
+    spec = worker_spec("a", Diary(), act=fail, restart=RestartPolicy(limit=0))
+
+    async def run() -> None:
+        async with running(spec, worker_spec("b", Diary())) as runtime:
+            spec.inbox.tell("x")
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(wait, runtime)
+                await anyio.wait_all_tasks_blocked()
+                go_on.set()
+            await wait(runtime)
+
+    with pytest.raises(ActorEscalatedError):
+        await run()
+
+
+async def test_after_an_orderly_end_all_is_quiet(running):
+    spec = worker_spec("a", Diary())
+    async with running(spec) as runtime:
+        spec.inbox.tell("x")
+    await runtime.wait_quiet()
 
 
 async def test_the_description_names_state_limits_and_counters(running):

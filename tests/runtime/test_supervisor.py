@@ -27,6 +27,11 @@ async def settle(runtime: Runtime) -> None:
         await runtime.wait_quiet()
 
 
+async def settle_in_vain(runtime: Runtime) -> None:
+    with pytest.raises(ControllerClosedError):
+        await settle(runtime)
+
+
 async def test_a_batch_is_everything_that_waits_in_order(running):
     diary = Diary()
     batches: list[list[int]] = []
@@ -157,9 +162,11 @@ async def test_more_failures_than_the_policy_allows_escalate_and_stop_the_others
 
     async def fail_three_times() -> None:
         async with running(spec, other) as runtime:
-            for _ in range(3):
+            for _ in range(2):
                 spec.inbox.tell("bad")
                 await settle(runtime)
+            spec.inbox.tell("bad")
+            await settle_in_vain(runtime)
 
     with pytest.raises(ActorEscalatedError, match="actor a failed 3 times in 60 s") as caught:
         await fail_three_times()
@@ -174,13 +181,15 @@ async def test_messages_queued_behind_an_escalation_are_abandoned_as_stopped(run
 
     async def act(worker: Worker, batch: Sequence[Any]) -> None:
         spec.inbox.tell("behind")
+        acted.set()
         raise ValueError("no")
 
+    acted = anyio.Event()
     spec = worker_spec("a", diary, act=act, restart=RestartPolicy(limit=0))
-    with pytest.raises(ActorEscalatedError):
+    with pytest.raises(ActorEscalatedError):  # noqa: PT012
         async with running(spec):
             spec.inbox.tell("first")
-            await anyio.sleep(10)  # cut short by the escalation: a stop may not come before it
+            await acted.wait()  # a stop may not come before the failure
     assert [(message, type(error)) for message, error in diary.abandoned] == [
         ("first", ValueError),
         ("behind", ControllerClosedError),
@@ -226,7 +235,7 @@ async def test_an_abandon_that_raises_escalates(running):
     async def fail() -> None:
         async with running(broken) as runtime:
             broken.inbox.tell("bad")
-            await settle(runtime)
+            await settle_in_vain(runtime)
 
     with pytest.raises(ActorEscalatedError, match="failed to abandon 1 messages"):
         await fail()

@@ -11,7 +11,7 @@ import pytest
 from kvcr_actors.core.inventory import BlocksRemoved, BlocksStored
 from kvcr_actors.errors import ConfigError
 from kvcr_actors.ports import PageBatch
-from kvcr_actors.stores.backend import parents_first
+from kvcr_actors.stores.backend import removed_events, stored_events
 from kvcr_actors.stores.bounded import BoundedBackend
 from kvcr_actors.stores.disk import disk_backend
 from kvcr_actors.stores.medium import Parts
@@ -190,16 +190,12 @@ def test_a_store_without_capacity_is_refused(capacity: int) -> None:
         memory_backend(capacity)
 
 
-def test_parents_come_first_however_pages_are_given() -> None:
+def test_events_name_parents_first_and_removals_leaves_first_however_pages_are_given() -> None:
     keys = chain("a", 50)
     pairs = list(zip(keys, (None, *keys[:-1]), strict=True))
     random.Random(1).shuffle(pairs)
-    assert [key for key, _ in parents_first(pairs)] == list(keys)
-
-
-def test_a_loop_of_parents_ends() -> None:
-    a, b = chain("a", 2)
-    assert sorted(parents_first([(a, b), (b, a)])) == sorted([(a, b), (b, a)])
+    assert stored_events(pairs) == [BlocksStored(Tier.STORE, keys, (None, *keys[:-1]))]
+    assert removed_events(pairs) == [BlocksRemoved(Tier.STORE, tuple(reversed(keys)))]
 
 
 def _batch(keys: tuple[PageKey, ...]) -> PageBatch:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import socket
 import statistics
 import sys
 import time
@@ -35,6 +34,7 @@ SIZES = (64 << 10, 1 << 20)
 BATCHES = (1, 16, 128)
 PAGES = 128
 CALL = 64
+PORTS = (17_311, 17_312)
 
 
 class TorchHostMemory:
@@ -108,12 +108,6 @@ class Rig:
         """A plain copy of the same bytes, row by row as slots are."""
         for page in range(count):
             self.host.rows[page].copy_(self.source[page])
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 async def timed(way: Callable[[int], Awaitable[None]], count: int) -> float:
@@ -190,8 +184,8 @@ async def ready_delay(seconds: float) -> dict[str, float]:
     namespace = Namespace("bench", "1", "uint8", layout_name(layout), layout.page_bytes)
     async with open_services() as services:
         sides: list[Rig] = []
-        for _ in range(2):
-            store = KvcrStore(KvcrOptions(control_port=free_port()), PAGES, namespace)
+        for port in PORTS:
+            store = KvcrStore(KvcrOptions(control_port=port), PAGES, namespace)
             host = TorchHostMemory(layout, PAGES)
             await store.open(services, host)
             sides.append(Rig(store, host, layout.page_bytes))

@@ -52,6 +52,10 @@ class Side:
         with anyio.fail_after(WAIT_S):
             return await self.store.lookup(keys, request).outcome()
 
+    async def confirm(self, keys: Sequence[PageKey], request: object = "request") -> bool:
+        with anyio.fail_after(WAIT_S):
+            return await self.store.confirm(keys, request).outcome()
+
     def hint(self, keys: Sequence[PageKey]) -> dict[str, Any]:
         assert self.store.endpoint is not None
         return FetchHint(self.store.endpoint, frozenset(map(router_key, keys))).envelope("test")

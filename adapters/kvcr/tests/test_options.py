@@ -77,7 +77,12 @@ def test_an_unknown_option_is_refused_by_name():
 
 def test_the_store_is_found_by_its_name():
     store = open_by_name("kvcr", {"idle_poll_ms": "10"}, 4, None, NAMESPACE)
-    assert (store.name, store.traits.requires_confirmation) == ("kvcr", True)
+    assert (store.name, store.traits.requires_confirmation) == ("kvcr", False)
+
+
+def test_a_store_with_peers_makes_promises_that_must_be_confirmed():
+    store = open_store({"control_port": "40000"}, 4, None, NAMESPACE)
+    assert store.traits.requires_confirmation
 
 
 def test_a_capacity_of_no_pages_is_refused():

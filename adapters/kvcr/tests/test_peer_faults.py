@@ -5,9 +5,14 @@ Timeouts of the target are short here; the source keeps the default, so that a b
 
 from __future__ import annotations
 
+import json
+import os
 import signal
+import subprocess
+import sys
 from contextlib import ExitStack
-from time import monotonic
+from pathlib import Path
+from time import monotonic, sleep
 
 import pytest
 
@@ -58,6 +63,22 @@ def test_a_killed_source_is_a_miss_and_its_slots_stay_claimed(start):
     assert_miss(target, hint)
     assert target.ask("state")["operations"] == state["operations"], "a source that failed is not asked again at once"
     assert_clean_exit(target, close_errors=1)
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.1])
+def test_a_source_killed_during_its_transfers_leaves_only_right_pages(delay_s: float, start):
+    source, target = start("--tokens", "1024"), start("--tokens", "1024", chunk_bytes=16 << 20, **SHORT)
+    stored = source.ask("store")
+    target.send(do="reuse", hint=hint_of(stored["endpoint"], stored["hashes"]))
+    sleep(delay_s)
+    source.signal(signal.SIGKILL)
+    answer = target.answer()
+    assert answer["reused"] <= 960
+    assert answer["digests"] == stored["digests"][: answer["reused"] // 64]
+    assert answer["seconds"] < MISS_WITHIN_S
+    state = target.ask("state")
+    assert (state["claims_open"] > 0) == (state["unquiet_bytes"] > 0)
+    assert_clean_exit(target, close_errors=int(state["unquiet_bytes"] > 0))
 
 
 def test_a_frozen_source_is_a_miss_and_its_slots_come_back_when_it_thaws(start):
@@ -127,6 +148,19 @@ def test_a_close_with_an_operation_open_ends_in_time(start):
     target.send(do="reuse", hint=hint_of(f"tcp://127.0.0.1:{free_port()}", hashes))
     # The request is over after its 2 s; the runner's operation is open for 2 more, and not quiet after that.
     assert_clean_exit(target, close_errors=1)
+
+
+def test_a_hybrid_lookup_at_an_endpoint_without_anybody_ends_in_time():
+    program = Path(__file__).parent / "programs" / "dead_peer.py"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, program], check=False, capture_output=True, text=True, timeout=90, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert (answer["confirmed"], answer["again"], answer["operations"]) == (False, [0] * 4, 1)
+    assert answer["seconds"] < MISS_WITHIN_S
+    assert "its buffers stay mapped" in answer["error"]
 
 
 def test_beyond_the_bound_on_memory_that_is_not_quiet_no_peer_is_asked(start):

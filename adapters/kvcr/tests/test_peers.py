@@ -67,10 +67,24 @@ async def test_a_hybrid_boundary_counts_once_the_peer_delivered_its_trailing_pag
         # Checkpoints end at page 2 and at page 4; the two pages after that have their KV only.
         await source.write(keys, [KV, KV | SWA | MAMBA, KV | SWA, KV | SWA | MAMBA, KV, KV])
         target.store.begin_request("request", source.hint(keys))
-        masks = await target.lookup(keys)
-        assert masks == (KV, KV, KV | SWA, KV | SWA | MAMBA, 0, 0)
-        assert await target.read(keys[:4], list(masks[:4])) == "oooo"
+        assert await target.lookup(keys) == (KV | SWA | MAMBA,) * 6, "a hint is a promise"
+        assert [await target.confirm(keys[:length]) for length in (6, 5, 4)] == [False, False, True]
+        assert await target.read(keys[:4], [KV, KV, KV | SWA, KV | SWA | MAMBA]) == "oooo"
         assert target.services.inventory.residents(Tier.STORE) == frozenset(keys[2:4]), "confirmed pages are held here"
+
+
+async def test_what_the_host_has_already_is_not_asked_of_the_peer():
+    async with side(HYBRID) as source, side(HYBRID) as target:
+        keys = chain("a", 4)
+        await source.write(keys, [KV, KV, KV, KV | SWA | MAMBA])
+        target.store.begin_request("request", source.hint(keys))
+        await target.lookup(keys[3:])
+        assert await target.confirm(keys) is True, "page 2, which the source lacks, was never looked up"
+
+
+async def test_a_request_without_a_hint_has_nothing_to_confirm():
+    async with side(HYBRID) as one:
+        assert await one.confirm(chain("a", 2)) is True
 
 
 async def test_what_was_confirmed_is_claimed_until_the_request_ends():
@@ -78,7 +92,8 @@ async def test_what_was_confirmed_is_claimed_until_the_request_ends():
         keys = chain("a", 1)
         await source.write(keys, [KV | SWA | MAMBA])
         target.store.begin_request("request", source.hint(keys))
-        assert await target.lookup(keys) == (KV | SWA | MAMBA,)
+        await target.lookup(keys)
+        assert await target.confirm(keys) is True
         other = chain("b", 1)
         assert await target.write(other, [SWA | MAMBA]) == "F", "a claimed page is not evicted"
         target.store.end_request("request")
@@ -90,10 +105,12 @@ async def test_a_claim_that_comes_after_the_request_ended_is_released_on_arrival
         keys = chain("a", 1)
         await source.write(keys, [KV | SWA | MAMBA])
         target.store.begin_request("request", source.hint(keys))
-        lookup = target.store.lookup(keys, "request")
+        await target.lookup(keys)
+        confirmation = target.store.confirm(keys, "request")
+        await anyio.sleep(0.001)
         target.store.end_request("request")
         with anyio.fail_after(20):
-            await lookup.outcome()
+            await confirmation.outcome()
         assert await target.write(chain("b", 1), [SWA | MAMBA]) == "o"
 
 
@@ -137,6 +154,15 @@ async def test_a_source_whose_digest_differs_is_a_miss():
         assert len(source.store.contents()) == 1, "and holds the page no longer"
         assert await source.write(keys, [3] * 2) == "oo"
         assert await source.read(keys, [3] * 2) == "oo", "a page written again is read again"
+
+
+async def test_what_is_read_in_parts_is_verified_as_a_whole():
+    async with side(PLAIN, verify_transfer_bytes=True, combine_page_reads=False) as one:
+        keys = chain("a", 2)
+        await one.write(keys, [3] * 2)
+        assert await one.read(keys, [1] * 2) == "oo"
+        one.store._instance._pools["indexer"]._mapping[5] ^= 1
+        assert sorted(await one.read(keys, [1] * 2)) == ["m", "o"]
 
 
 async def test_hints_name_their_source_in_the_runners_only_shape():

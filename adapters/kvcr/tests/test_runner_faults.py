@@ -91,6 +91,7 @@ async def test_a_local_copy_that_overruns_its_deadline_retires_the_store(make_st
         write = store.write(BATCH)
         with anyio.fail_after(20):
             assert set((await write.outcome()).pages) == {PageOutcome.FAILED}
+        monkeypatch.undo()
         assert not write.is_quiet, "its slots stay claimed"
         assert store.describe()["unquiet_bytes"] == 4 * LAYOUT.pools[0].page_bytes
         assert set((await store.write(BATCH).outcome()).pages) == {PageOutcome.FAILED}

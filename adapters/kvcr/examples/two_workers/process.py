@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import signal
 import socket
 import subprocess
@@ -15,10 +16,15 @@ WORKER = Path(__file__).with_name("worker.py")
 
 
 def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port that was free a moment ago, outside the range from which systems deal ports to others."""
+    while True:
+        port = random.randrange(12_000, 30_000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
 
 
 class WorkerProcess:
@@ -31,7 +37,7 @@ class WorkerProcess:
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
         self.log = ""
-        self.endpoint = self._answer()["endpoint"]
+        self.endpoint = self.answer()["endpoint"]
 
     def __enter__(self) -> WorkerProcess:
         return self
@@ -53,7 +59,7 @@ class WorkerProcess:
     def ask(self, do: str, **order: Any) -> dict[str, Any]:
         """Give an order and wait for its answer."""
         self.send(do=do, **order)
-        return self._answer()
+        return self.answer()
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the process."""
@@ -64,7 +70,8 @@ class WorkerProcess:
         _, self.log = self.process.communicate(json.dumps({"do": "quit"}) + "\n", timeout=timeout_s)
         return self.process.returncode
 
-    def _answer(self) -> dict[str, Any]:
+    def answer(self) -> dict[str, Any]:
+        """Wait for the answer to an order."""
         assert self.process.stdout is not None
         while line := self.process.stdout.readline():
             if line.startswith("{"):

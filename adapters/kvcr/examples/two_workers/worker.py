@@ -6,6 +6,7 @@
     {"do": "state"}                tells what the store did
     {"do": "quit"}                 closes everything
 
+With --events it publishes KV events for a router, as data-parallel rank --dp-rank of two, at that port plus the rank.
 The model is Qwen3-0.6B's geometry: 28 layers, 8 KV heads of 128, bf16; a tensor-parallel rank has its share of heads.
 """
 
@@ -37,6 +38,11 @@ from kvcr_actors.config import ControllerConfig
 from kvcr_actors.core.keys import Namespace, chain_seed, layout_name, page_keys, router_key
 from kvcr_actors.devices.cpu import CpuDevice
 from kvcr_actors.devices.host_memory import HostPools
+from kvcr_actors.events.config import EventsConfig
+from kvcr_actors.events.contexts import ContextTable
+from kvcr_actors.events.zmq import ZmqEventSink
+from kvcr_actors.ports import EventSink
+from kvcr_actors.types import PageContext
 from kvcr_actors_kvcr import KvcrOptions, KvcrStore
 
 LAYERS, HEADS, HEAD_SIZE, BYTES, PAGE_TOKENS = 28, 8, 128, 2, 64
@@ -63,7 +69,13 @@ class Worker:
         )  # fmt: skip
         self.store = KvcrStore(KvcrOptions(**{"spans": "kv:2", **json.loads(arguments.options)}), 2 * pages, namespace)
         config = ControllerConfig(host_reserve_fraction=0.0, **json.loads(arguments.config))
-        self.controller = open_controller(config, device=self.device, store=self.store)
+        contexts = ContextTable()
+        self.context = PageContext(self.tokens, PAGE_TOKENS, salt=arguments.salt or None)
+        sinks: list[EventSink] = []
+        if arguments.events:
+            ranks = {"data_parallel_rank": arguments.dp_rank, "data_parallel_size": 2}
+            sinks.append(ZmqEventSink(EventsConfig(arguments.events, **ranks), contexts))
+        self.controller = open_controller(config, device=self.device, store=self.store, sinks=sinks, contexts=contexts)
 
     def digests(self, count: int) -> list[str]:
         """What the device has in its first pages, a digest a page."""
@@ -76,7 +88,7 @@ class Worker:
         for page in range(len(self.keys)):
             content = torch.randint(0, 256, (1, self.layout.page_bytes), dtype=torch.uint8, generator=generator)
             self.device.load(0, [page], content)
-        node = BackupNode(1, tuple(self.keys), (range(len(self.keys)),))
+        node = BackupNode(1, tuple(self.keys), (range(len(self.keys)),), context=self.context)
         await controller.backup([node])
         await controller.wait_quiet()
         return {
@@ -145,6 +157,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--salt", default="")
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--events", default="", help="publish KV events from this port on")
+    parser.add_argument("--dp-rank", type=int, default=0)
     parser.add_argument("--options", default="{}", help="options of the store, as JSON")
     parser.add_argument("--config", default="{}", help="the controller's configuration, as JSON")
     logging.getLogger("nixl").setLevel(logging.WARNING)

@@ -2,6 +2,7 @@
 
 from kvcr_actors_kvcr.endpoints import group_ports, rank_offsets, router_metadata
 from kvcr_actors_kvcr.hints import FetchHint, HintRefusal, parse_hint
+from kvcr_actors_kvcr.metrics import KvcrStoreCollector
 from kvcr_actors_kvcr.options import KvcrOptions, options_table
 from kvcr_actors_kvcr.store import KvcrStore, open_store
 
@@ -10,6 +11,7 @@ __all__ = [
     "HintRefusal",
     "KvcrOptions",
     "KvcrStore",
+    "KvcrStoreCollector",
     "group_ports",
     "open_store",
     "options_table",

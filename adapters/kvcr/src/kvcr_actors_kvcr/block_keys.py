@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 from kvcr.types import BlockKey
 
-from kvcr_actors.core.keys import KEY_BYTES, Namespace, router_key
+from kvcr_actors.core.keys import Namespace, router_key
 from kvcr_actors.errors import KeyFormatError
-from kvcr_actors.types import PageKey
+from kvcr_actors.types import KEY_BYTES, PageKey
 
 _ROUTER_BYTES = 8
 _WHOLE = _ROUTER_BYTES + KEY_BYTES

@@ -96,7 +96,7 @@ class Instance:
     def start(self, inventory: Callable[[InventoryEvent], None], notice: Callable[[Exception], None]) -> KVCR:
         """Map the pools and start the runner; it takes about half a second."""
         options = self._options
-        for name, size in self.layout.pool_bytes(self._capacity).items():
+        for name, size in self.layout.sizes_for(self._capacity).items():
             self._pools[name] = PoolMemory(size, huge_pages=options.huge_pages)
         self.layout.attach(self._pools)
         config = KVCRConfig(

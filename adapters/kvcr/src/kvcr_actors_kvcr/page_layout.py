@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Mapping
 from functools import cache
 
@@ -88,7 +89,7 @@ class PageLayout:
             )
         return regions
 
-    def pool_bytes(self, blocks: int) -> dict[str, int]:
+    def sizes_for(self, blocks: int) -> dict[str, int]:
         """Bytes that each of the runner's pools takes for so many pages."""
         sizes = {name: blocks * size for name, size in zip(self._names, self._page_bytes, strict=True)}
         return sizes | ({DIGEST_POOL: blocks * DIGEST_BYTES} if self._digest_slots else {})
@@ -128,16 +129,20 @@ class PageLayout:
             for span in spans:
                 yield base + span.part * span.size, source + where[span.label] * span.size, span.size
 
-    def host_views(self, mask: int, slots: Components, index: int) -> Iterator[memoryview]:
-        """The host bytes of page `index` of a batch, a view a pool."""
-        for pool in bits(mask):
-            size, slot = self._page_bytes[pool], int(slots[pool][index])
-            yield self._buffers[pool][slot * size : (slot + 1) * size]
+    def host_view(self, pool: int, slot: int) -> memoryview:
+        """The host bytes of one component."""
+        size = self._page_bytes[pool]
+        return self._buffers[pool][slot * size : (slot + 1) * size]
+
+    def pool_bytes_of(self, pool: int, stored: list[MemoryRef]) -> bytes:
+        """The bytes of one component of a fetched block, as they lie in the runner's pool."""
+        where = {ref.label: ref.element_index for ref in stored}
+        base = self._pools[self._names[pool]]
+        parts = [ctypes.string_at(base + where[span.label] * span.size, span.size) for span in self.spans[pool]]
+        return b"".join(parts)
 
     def stored_digest(self, stored: list[MemoryRef]) -> bytes:
         """The digest that lies beside a fetched block."""
-        import ctypes
-
         index = next(ref.element_index for ref in stored if ref.label == DIGEST_POOL)
         return ctypes.string_at(self._pools[DIGEST_POOL] + index * DIGEST_BYTES, DIGEST_BYTES)
 

@@ -9,7 +9,10 @@ COOLING_S = 30.0
 
 
 class Peers:
-    """Endpoints that did not answer in time, with the end of their pause. Lives on the owner thread."""
+    """Endpoints that did not answer in time, with the end of their pause.
+
+    Changed on the owner thread; `refuses` may be asked on any.
+    """
 
     def __init__(self, operation_s: float, is_full: Callable[[], bool]) -> None:
         self._operation_s = operation_s
@@ -20,17 +23,15 @@ class Peers:
         """Why a peer is not asked now; None if it is."""
         if self._is_full():
             return "too much memory is not quiet: no remote reads"
-        until = self._paused.get(endpoint)
-        if until is None:
-            return None
-        if until > monotonic():
+        if self._paused.get(endpoint, 0.0) > monotonic():
             return f"{endpoint} failed a short time ago"
-        del self._paused[endpoint]
         return None
 
     def note_failure(self, endpoint: str, seconds: float) -> str:
         """Pause a peer that took the runner's whole deadline; a refusal that came in time says nothing about it."""
         if seconds < self._operation_s:
             return f"{endpoint} refused"
-        self._paused[endpoint] = monotonic() + COOLING_S
+        now = monotonic()
+        self._paused = {other: until for other, until in self._paused.items() if until > now}
+        self._paused[endpoint] = now + COOLING_S
         return f"{endpoint} did not answer in time; it is not asked for {COOLING_S:g} s"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import attrs
 from kvcr.types import ReleaseHandle
@@ -20,10 +21,12 @@ class OpenRequest:
     hint: FetchHint
     claims: list[ReleaseHandle] = attrs.field(factory=list[ReleaseHandle])
     ended: bool = False
+    promised: frozenset[PageKey] = frozenset()
+    """The pages that lookups were promised; the host has the others of a prefix already."""
 
-    def promises(self, key: PageKey) -> bool:
-        """Whether the hint names a page. Its hash includes the salt, so a page of another salt is never named."""
-        return router_key(key) in self.hint.hashes
+    def promise(self, keys: Sequence[PageKey]) -> None:
+        """Note which of the pages asked for the hint names. The salt is in a page's hash, so no other salt's is."""
+        self.promised |= {key for key in keys if router_key(key) in self.hint.hashes}
 
 
 class OpenRequests:

@@ -21,6 +21,7 @@ from kvcr_actors.errors import DeadlineError, KvcrActorsError, StoreError
 from kvcr_actors.ports import Services
 from kvcr_actors.runtime.operation import Operation
 from kvcr_actors_kvcr.jobs import Entries, Job
+from kvcr_actors_kvcr.settling import Settler
 
 log = structlog.get_logger()
 
@@ -54,7 +55,6 @@ class RunnerLimits:
 
     idle_poll_s: float
     operation_s: float
-    abandon_s: float
     close_s: float
 
 
@@ -78,7 +78,7 @@ class Runner:
         self.stalled: str | None = None
         """Why sources refuse to write, or local copies cannot be trusted, until a restart."""
         self.retired = False
-        self._services = services
+        self._settler = Settler(services)
         self._limits = limits
         self._start = start
         self._stop = stop
@@ -90,8 +90,6 @@ class Runner:
         self._running: dict[OpHandle, Job[Any]] = {}
         self._quarantine: dict[OpHandle, Job[Any]] = {}
         self._uncertain: set[OpHandle] = set()
-        self._outcomes: deque[tuple[Operation[Any], Any, bool]] = deque()
-        self._settling = False
         self._accepting = True
         self._close_by: float | None = None
         self._opened: Operation[Exception | None] = Operation()
@@ -163,10 +161,10 @@ class Runner:
             wrapped = error if isinstance(error, KvcrActorsError) else StoreError(f"store kvcr did not start: {error}")
             wrapped.__cause__ = error if wrapped is not error else None
             self._accepting = False
-            self._tell(self._opened, wrapped)
-            self._tell(self._ended, None)
+            self._settler.settle(self._opened, wrapped)
+            self._settler.settle(self._ended, None)
             return
-        self._tell(self._opened, None)
+        self._settler.settle(self._opened, None)
         error: Exception | None = None
         try:
             while not self._is_drained():
@@ -255,17 +253,7 @@ class Runner:
 
     def _settle(self, job: Job[Any], outcome: Any, *, quiet: bool) -> None:
         job.settled = True
-        self._outcomes.append((job.operation, outcome, quiet))
-        if not self._settling:
-            self._settling = True
-            self._services.post(self._settle_on_loop)
-
-    def _settle_on_loop(self) -> None:
-        self._settling = False  # first: an outcome that comes after this posts again
-        outcomes = self._outcomes
-        for _ in range(len(outcomes)):
-            operation, outcome, quiet = outcomes.popleft()
-            operation.settle(outcome, quiet=quiet)
+        self._settler.settle(job.operation, outcome, quiet=quiet)
 
     def notice(self, error: Exception) -> None:
         """The runner's resilience events; called inside its polls, before the completions that they explain."""
@@ -314,8 +302,4 @@ class Runner:
         self._running.clear()
         self._waiting.clear()
         self._publish()
-        self._tell(self._ended, error)
-
-    def _tell(self, operation: Operation[Exception | None], error: Exception | None) -> None:
-        self._outcomes.append((operation, error, True))
-        self._services.post(self._settle_on_loop)
+        self._settler.settle(self._ended, error)

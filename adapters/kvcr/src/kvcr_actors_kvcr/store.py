@@ -16,7 +16,7 @@ from kvcr_actors.core.keys import Namespace
 from kvcr_actors.errors import ConfigError, StoreError
 from kvcr_actors.ports import BatchOutcome, Description, HostMemory, PageBatch, PageOutcome, Services, StoreTraits
 from kvcr_actors.runtime.operation import Operation
-from kvcr_actors.types import PageKey, RequestId
+from kvcr_actors.types import CacheLayout, PageKey, RequestId
 from kvcr_actors_kvcr.blocks import MOST_POOLS, PageBlocks
 from kvcr_actors_kvcr.confirming import Confirmer
 from kvcr_actors_kvcr.endpoints import endpoint, group_ports
@@ -65,6 +65,7 @@ class KvcrStore:
         self._instance: Instance | None = None
         self._mover: Mover | None = None
         self._confirmer: Confirmer | None = None
+        self._peers: Peers | None = None
         self._services: Services | None = None
         self._side = 0
         self._every = 0
@@ -88,10 +89,7 @@ class KvcrStore:
         runner = Runner(
             services,
             RunnerLimits(
-                options.idle_poll_ms / 1_000,
-                options.operation_timeout_ms / 1_000,
-                options.abandon_timeout_ms / 1_000,
-                options.close_wait_ms / 1_000,
+                options.idle_poll_ms / 1_000, options.operation_timeout_ms / 1_000, options.close_wait_ms / 1_000
             ),
             start=lambda: instance.start(self._index.apply, runner.notice),
             stop=instance.close,
@@ -99,8 +97,18 @@ class KvcrStore:
             keep=(instance, host),
         )
         self._services, self._instance, self._runner = services, instance, runner
+        self._wire(layout, blocks, instance, runner, services)
+        pages = max(1, min(BLOCKS_A_CALL, options.chunk_bytes // layout.page_bytes))
+        self._traits = _traits(options, pages)
+        await runner.open()
+
+    def _wire(
+        self, layout: CacheLayout, blocks: PageBlocks, instance: Instance, runner: Runner, services: Services
+    ) -> None:
+        """Make what runs on the owner thread."""
+        options = self.options
         transfers = instance.transfers(lambda: runner.kvcr, self._counters)
-        peers = Peers(options.operation_timeout_ms / 1_000, self._remote_full)
+        self._peers = peers = Peers(options.operation_timeout_ms / 1_000, self._remote_full)
         self._confirmer = Confirmer(layout, blocks, self._index, transfers, peers)
         self._mover = Mover(
             layout,
@@ -115,9 +123,6 @@ class KvcrStore:
             peers=peers,
             lost=lambda keys: services.post(partial(self._owners.forget, keys)),
         )
-        pages = max(1, min(BLOCKS_A_CALL, options.chunk_bytes // layout.page_bytes))
-        self._traits = _traits(options, pages)
-        await runner.open()
 
     # Requests.
 
@@ -132,22 +137,29 @@ class KvcrStore:
             self._runner.post(partial(self._confirmer.end_request, request))
 
     def lookup(self, keys: Sequence[PageKey], request_id: RequestId) -> Operation[tuple[int, ...]]:
-        """What is held, and what the request's hint promises; side pools are confirmed by delivery first."""
-        runner, confirmer = self._runner, self._confirmer
-        if runner is None or confirmer is None or not runner.serves:
+        """What is held, and what the request's hint promises."""
+        runner, peers = self._runner, self._peers
+        if runner is None or peers is None or not runner.serves:
             return Operation[tuple[int, ...]].finished((0,) * len(keys))
-        held = tuple(self._index.mask(key) | self._owners.mask(key) for key in keys)
+        masks = tuple(self._index.mask(key) | self._owners.mask(key) for key in keys)
         request = self._requests.get(request_id)
-        if request is None or self._remote_full():
-            return Operation[tuple[int, ...]].finished(held)
-        if not self._side:
-            every = self._every
-            return Operation[tuple[int, ...]].finished(
-                tuple(every if request.promises(key) else mask for key, mask in zip(keys, held, strict=True))
+        if request is not None and peers.refuses(request.hint.endpoint) is None:
+            request.promise(keys)
+            masks = tuple(
+                self._every if key in request.promised else mask for key, mask in zip(keys, masks, strict=True)
             )
-        job = Job("confirm", confirmer.confirm(tuple(keys), request), Operation(), held, late=held)
+        return Operation[tuple[int, ...]].finished(masks)
+
+    def confirm(self, keys: Sequence[PageKey], request_id: RequestId) -> Operation[bool]:
+        """Have the request's source deliver the side pools that a promised prefix ends in; they stay claimed."""
+        request = self._requests.get(request_id)
+        if request is None or not self._side or self._runner is None or self._confirmer is None:
+            return _finished(confirmed=True)
+        job = Job(
+            "confirm", self._confirmer.confirm(tuple(keys), request), Operation[bool](), on_error=False, late=False
+        )
         job.settle_at = monotonic() + self.options.remote_wait_ms / 1_000
-        return runner.submit(job)
+        return self._runner.submit(job)
 
     # Pages.
 
@@ -217,6 +229,10 @@ class KvcrStore:
         return self._runner is not None and self._runner.unquiet_bytes > self.options.quarantine_bytes
 
 
+def _finished(*, confirmed: bool) -> Operation[bool]:
+    return Operation[bool].finished(confirmed)
+
+
 def _all(batch: PageBatch, outcome: PageOutcome, error: str | None) -> BatchOutcome:
     return BatchOutcome((outcome,) * len(batch.keys), error)
 
@@ -224,7 +240,7 @@ def _all(batch: PageBatch, outcome: PageOutcome, error: str | None) -> BatchOutc
 def _traits(options: KvcrOptions, batch_pages: int) -> StoreTraits:
     """A read waits as long as the runner may need to tell its end, and a little for the way."""
     return StoreTraits(
-        requires_confirmation=True,
+        requires_confirmation=bool(options.control_port),  # without peers nothing is only promised
         combined_reads=options.combine_page_reads,
         combined_writes=options.combine_page_writes,
         publishes_events=options.publish_inventory,

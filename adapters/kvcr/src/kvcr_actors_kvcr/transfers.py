@@ -19,7 +19,7 @@ from kvcr_actors_kvcr.hints import FetchHint
 from kvcr_actors_kvcr.jobs import Entries, Steps, Wait
 from kvcr_actors_kvcr.options import BLOCKS_A_CALL
 from kvcr_actors_kvcr.page_index import Block
-from kvcr_actors_kvcr.page_layout import PageLayout
+from kvcr_actors_kvcr.page_layout import DIGEST_BYTES, PageLayout
 from kvcr_actors_kvcr.pool_memory import copy_bytes
 from kvcr_actors_kvcr.records import StoreCounters, TransferRecord, log_record
 
@@ -80,11 +80,15 @@ class Transfers:
         self._digest_slots = DigestSlots(digest_slots)
         self._request_ids = count(1)
 
-    def digest(self, batch: PageBatch, piece: Piece) -> bytes:
-        """The digest of a page's pools in host memory, name and order included."""
-        state = hashlib.blake2b(piece.block.key + piece.mask.to_bytes(4, "big"), digest_size=32)
-        for view in self._layout.host_views(piece.mask, batch.slots, piece.index):
-            state.update(view)
+    def digest(self, batch: PageBatch, piece: Piece, stored: list[MemoryRef] | None = None) -> bytes:
+        """The digest of a block, name and order included: of host memory, and of the pool for what was not copied."""
+        block = piece.block
+        state = hashlib.blake2b(block.key + block.mask.to_bytes(4, "big"), digest_size=DIGEST_BYTES)
+        for pool in bits(block.mask):
+            if piece.mask >> pool & 1:
+                state.update(self._layout.host_view(pool, int(batch.slots[pool][piece.index])))
+            else:
+                state.update(self._layout.pool_bytes_of(pool, stored or []))
         return state.digest()
 
     def deposit(self, batch: PageBatch, pieces: Sequence[Piece], protect: Iterable[Block]) -> Steps[Entries]:
@@ -138,10 +142,10 @@ class Transfers:
         stored = entry.descriptors or []
         for destination, source, size in self._layout.moves(piece.mask, batch.slots, piece.index, stored):
             copy_bytes(destination, source, size)
-        if not self._verify or piece.mask != piece.block.mask:
+        if not self._verify:
             return True
         expected = self._layout.stored_digest(stored) if self._in_pool else piece.block.digest
-        return expected is None or self.digest(batch, piece) == expected
+        return expected is None or self.digest(batch, piece, stored) == expected
 
     def deliver(self, batch: PageBatch, pieces: Sequence[Piece], hint: FetchHint) -> Steps[tuple[Entries, list[bool]]]:
         """Have a peer write blocks straight into host slots. Each operation has a request id of its own."""

@@ -1,0 +1,310 @@
+"""The simulated engine: one scheduler for all ranks, with its device tier, its write policy and its requests."""
+
+from __future__ import annotations
+
+import enum
+import random
+from collections.abc import Sequence
+from itertools import count
+from typing import TYPE_CHECKING, cast
+
+import attrs
+
+from kvcr_actors.core.eviction import LruEviction
+from kvcr_actors.core.hit_policy import boundaries, longest, needed_masks
+from kvcr_actors.core.prefix_tree import PrefixTree
+from kvcr_actors.core.write_policy import Backup, SavedPage, WriteBook, WriteSettings
+from kvcr_actors.messages import BackupAck, Completion, PrefetchCancelled, PrefetchReady, RestoreFinished
+from kvcr_actors.simulation.checks import check_equal_nodes, check_equal_prefixes
+from kvcr_actors.simulation.member import DEVICE_PAGES, Member
+from kvcr_actors.simulation.orders import StepOrders, check_all_bytes
+from kvcr_actors.simulation.pages import LAYOUT, POOLS, computed_mask, draw_prompt
+from kvcr_actors.types import (
+    NO_SLOT,
+    BackupNode,
+    Components,
+    NodeId,
+    PageKey,
+    PrefetchRequest,
+    RestoreOrder,
+    SkipReason,
+    StopPolicy,
+    WritePolicy,
+)
+
+_RUNNING = 8
+"""Requests that run at a time."""
+
+
+class SimPage(SavedPage):
+    """A page on the device: its page id (one id in every pool), and the pools that hold something for it."""
+
+    __slots__ = ("mask", "page_id")
+
+    if TYPE_CHECKING:
+        parent: SimPage | None
+
+    def __init__(self, key: PageKey, parent: SimPage | None, payload: tuple[int, int], ready: bool) -> None:
+        super().__init__(key, parent, None, ready)
+        self.page_id, self.mask = payload
+
+
+class Phase(enum.Enum):
+    """Where a request stands."""
+
+    SEARCHING = "searching"
+    RESTORING = "restoring"
+    ENDING = "ending"
+    """Nothing will be restored; what ranks still hold is being given back, or expires."""
+
+
+@attrs.define(eq=False)
+class Request:
+    """A running request. `ready` and `ended` say how far each rank has its prefix, in host memory and at the end."""
+
+    number: int
+    keys: tuple[PageKey, ...]
+    held: int
+    pinned: SimPage | None
+    phase: Phase = Phase.SEARCHING
+    ready: dict[int, int] = attrs.field(factory=dict[int, int])
+    ended: dict[int, int] = attrs.field(factory=dict[int, int])
+    target: int = 0
+    ids: tuple[int, ...] = ()
+    restored: int = 0
+
+
+class SimEngine:
+    """Runs requests step by step and orders alike on every rank. `crashes` counts what may part the ranks' answers."""
+
+    def __init__(self, members: Sequence[Member], rng: random.Random) -> None:
+        self.running: dict[int, Request] = {}
+        self.finished = 0
+        self.crashes = 0
+        self._members = members
+        self._rng = rng
+        self._tree = PrefixTree(LruEviction[SimPage](), SimPage)
+        self._free = list(range(DEVICE_PAGES))
+        policy = rng.choice(
+            (WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_THROUGH, WritePolicy.SELECTIVE, WritePolicy.WRITE_BACK)
+        )
+        self.policy = policy
+        self._book = WriteBook(self._tree, _components, WriteSettings(policy, watermark=0.9))
+        self._numbers = count(1)
+        self._orders = StepOrders()
+        self._acks: dict[NodeId, dict[int, SkipReason | None]] = {}
+        self._crashes_at: dict[NodeId, int] = {}
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is awaited, but restores on ranks where one will never tell that it is over."""
+        endless = {member.rank for member in self._members if member.rank in member.faults.unquiet}
+        waits = [one for one in self.running.values() if not endless or one.phase is not Phase.RESTORING]
+        return not waits and not self._acks
+
+    def step(self, now: float, *, busy: bool = True) -> None:
+        """One turn of the scheduler; with `busy` false it admits nothing and ends what stands ready."""
+        for member in self._members:
+            member.tick(now)
+            for completion in member.take(now):
+                self._complete(member, completion)
+        for request in list(self.running.values()):
+            self._advance(request, busy=busy)
+        if busy:
+            self._act_at_random()
+        for node in self._book.ahead(DEVICE_PAGES, len(self._free)) if busy else ():
+            self._write(node)
+        orders, self._orders = self._orders, StepOrders()
+        if orders.size or orders.computed:
+            for member in self._members:
+                member.post(orders, now)
+
+    def admit(self, keys: tuple[PageKey, ...], stop: StopPolicy | None = None) -> Request:
+        """Start a request."""
+        path = self._tree.match(keys)
+        held = longest(boundaries([page.mask for page in path], LAYOUT))
+        request = Request(next(self._numbers), keys, held, path[held - 1] if held else None)
+        if request.pinned is not None:
+            self._tree.touch(path[:held])
+            self._tree.pin(request.pinned)
+        self.running[request.number] = request
+        self._orders.requests.append(PrefetchRequest(request.number, keys, held, stop=stop))
+        return request
+
+    def evict(self, pages: int) -> None:
+        """Throw pages away, the least recently used leaves first; their bytes are poisoned on every rank."""
+        for _ in range(pages):
+            page = self._tree.evict_one()
+            if page is None:
+                return
+            self._release((page.page_id,))
+
+    def rank_lost(self, rank: int) -> None:
+        """A rank's controller began anew: what it had not answered by then, it never will."""
+        for request in self.running.values():
+            request.ended.setdefault(rank, request.held)
+
+    # -- what came back
+
+    def _complete(self, member: Member, completion: Completion) -> None:
+        rank = member.rank
+        match completion:
+            case BackupAck():
+                for node_id in completion.node_ids:
+                    self._acknowledge(node_id, rank, None)
+                for node_id, reason in completion.failed:
+                    self._acknowledge(node_id, rank, reason)
+            case PrefetchReady() | PrefetchCancelled() | RestoreFinished():
+                request = self.running.get(cast("int", completion.request_id))
+                if request is None:
+                    return
+                if isinstance(completion, PrefetchReady) and completion.account is None:
+                    request.ready[rank] = completion.pages
+                elif isinstance(completion, RestoreFinished):
+                    self._verify(member, request, completion.pages)
+                    request.ended[rank] = completion.pages
+                else:
+                    request.ended[rank] = request.held
+            case _:
+                pass
+
+    def _verify(self, member: Member, request: Request, pages: int) -> None:
+        if pages <= request.held:
+            return
+        masks = needed_masks(LAYOUT, request.target)[request.held : pages]
+        for key, page, mask in zip(request.keys[request.held : pages], request.ids, masks, strict=True):
+            found = [member.life.device.gather(pool, (page,)) for pool in POOLS]
+            check_all_bytes(member.rank, key, mask, found, f"restored for request {request.number}")
+
+    def _acknowledge(self, node_id: NodeId, rank: int, reason: SkipReason | None) -> None:
+        answers = self._acks[node_id]
+        answers[rank] = reason
+        if len(answers) < len(self._members):
+            return
+        del self._acks[node_id]
+        if self._crashes_at.pop(node_id) == self.crashes:
+            check_equal_nodes(node_id, [why is None for why in answers.values()])
+        failed = [why for why in answers.values() if why is not None]
+        # A rank that lacks the parents decides: the next node begins above them.
+        why = SkipReason.PARENT_ABSENT if SkipReason.PARENT_ABSENT in failed else next(iter(failed), None)
+        self._book.acknowledge((node_id,) if why is None else (), () if why is None else ((node_id, why),))
+
+    # -- what a request does next
+
+    def _advance(self, request: Request, *, busy: bool) -> None:
+        everyone = len(self._members)
+        if request.phase is Phase.SEARCHING and len(request.ready.keys() | request.ended.keys()) == everyone:
+            check_equal_prefixes(request.number, request.ready)
+            self._decide(request, busy=busy)
+        if request.phase is not Phase.SEARCHING and len(request.ended) == everyone:
+            self._finish(request)
+
+    def _decide(self, request: Request, *, busy: bool) -> None:
+        whole = not request.ended
+        roll = self._rng.random()
+        if whole and roll < (0.8 if busy else 1.0):
+            self._restore(request)
+            return
+        request.phase = Phase.ENDING
+        if request.ready and (roll < 0.97 or not busy):
+            self._orders.cancels.append(request.number)
+
+    def _restore(self, request: Request) -> None:
+        target = next(iter(request.ready.values()))
+        ids = self._allocate(target - request.held)
+        if ids is None:
+            request.phase = Phase.ENDING
+            self._orders.cancels.append(request.number)
+            return
+        request.phase, request.target, request.ids = Phase.RESTORING, target, ids
+        self._orders.restores.append(RestoreOrder(request.number, request.held, (ids,) * len(POOLS)))
+
+    def _finish(self, request: Request) -> None:
+        """Take in what was restored, compute the rest, and have it backed up as the policy says."""
+        del self.running[request.number]
+        self.finished += 1
+        parent, held = request.pinned, request.held
+        if request.phase is Phase.RESTORING and min(request.ended.values()) == request.target:
+            masks = needed_masks(LAYOUT, request.target)[held:]
+            parent = self._insert(request.keys[held : request.target], masks, request.ids, parent)
+            request.restored = request.target - held
+            held = request.target
+        else:
+            self._release(request.ids)
+        keys = request.keys[held:]
+        ids = self._allocate(len(keys), parent)
+        if ids is not None:
+            masks = [computed_mask(key) for key in keys]
+            self._orders.computed += zip(ids, keys, masks, strict=True)
+            self._insert(keys, masks, ids, parent)
+            path = self._tree.match(request.keys)
+            for page in path:
+                page.hits += 1
+            node = self._book.finished(path)
+            if node is not None:
+                self._write(node)
+        if request.pinned is not None:
+            self._tree.unpin(request.pinned)
+
+    def _write(self, node: BackupNode) -> None:
+        self._orders.nodes.append(node)
+        self._acks[node.node_id] = {}
+        self._crashes_at[node.node_id] = self.crashes
+
+    def _insert(
+        self, keys: Sequence[PageKey], masks: Sequence[int], ids: Sequence[int], parent: SimPage | None
+    ) -> SimPage | None:
+        """Hold pages; where the tree has one already, it gains what it lacked, and is to be backed up again."""
+        for key, mask, page_id in zip(keys, masks, ids, strict=True):
+            page = self._tree.get(key)
+            if page is None:
+                parent = self._tree.insert(key, parent, (page_id, mask), ready=True)
+                continue
+            gained = mask & ~page.mask
+            if gained:
+                self._orders.computed.append((page.page_id, key, gained))
+                page.mask |= gained
+                if page.backup is not Backup.PENDING:
+                    page.backup = Backup.NONE
+            self._release((page_id,))
+            parent = page
+        return parent
+
+    def _allocate(self, pages: int, keep: SimPage | None = None) -> tuple[int, ...] | None:
+        if keep is not None:
+            self._tree.pin(keep)
+        self.evict(pages - len(self._free))
+        if keep is not None:
+            self._tree.unpin(keep)
+        if len(self._free) < pages:
+            return None
+        ids, self._free = self._free[:pages], self._free[pages:]
+        return tuple(ids)
+
+    def _release(self, ids: Sequence[int]) -> None:
+        self._free += ids
+        for member in self._members:
+            for pool in POOLS:
+                member.life.device.poison(pool, ids)
+
+    # -- chance
+
+    def _act_at_random(self) -> None:
+        rng = self._rng
+        if len(self.running) < _RUNNING and rng.random() < 0.5:
+            stop = rng.choice((None, None, StopPolicy.BEST_EFFORT, StopPolicy.TIMEOUT))
+            self.admit(draw_prompt(rng), stop)
+        if rng.random() < 0.2:
+            self.evict(rng.randrange(1, 60))
+        if rng.random() < 0.06:
+            for member in self._members:
+                member.clear_host()
+        for request in self.running.values():
+            if request.phase is Phase.SEARCHING and rng.random() < 0.02:
+                self._orders.cancels.append(request.number)
+            elif request.phase is Phase.SEARCHING and rng.random() < 0.03:
+                self._orders.stops.append(request.number)
+
+
+def _components(pages: Sequence[SimPage]) -> Components:
+    return tuple(tuple(page.page_id if page.mask >> pool & 1 else NO_SLOT for page in pages) for pool in POOLS)

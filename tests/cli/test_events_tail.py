@@ -1,0 +1,74 @@
+"""`kvcr-actors events tail` beside `kvcr-actors replay --events`: two processes, as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvcr_actors.cli.app import run
+
+PROGRAM = (sys.executable, "-m", "kvcr_actors.cli")
+SMALL = ("--limit", "60", "--device-blocks", "64", "--host-blocks", "128", "--no-progress")
+
+
+def publish(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [*PROGRAM, "replay", *SMALL, "--events", f"ipc://{folder}/events", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+
+def tail(folder: Path, *words: str) -> subprocess.Popen[str]:
+    command = [*PROGRAM, "events", "tail", f"ipc://{folder}/events", *words]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("dialect", ["dynamo", "vllm", "sglang"])
+def test_a_replay_is_followed_to_its_end(tmp_path: Path, dialect: str) -> None:
+    reader = tail(tmp_path, "--replay", f"ipc://{tmp_path}/replay", "--json", "--check", "--seconds", "10")
+    done = publish(tmp_path, "--events-replay", f"ipc://{tmp_path}/replay", "--dialect", dialect)
+    assert done.returncode == 0, done.stderr
+    output, errors = reader.communicate(timeout=60)
+    assert reader.returncode == 0, errors
+    *batches, end = [json.loads(line) for line in output.splitlines()]
+    assert end["faults"] == []
+    assert end["end"]["blocks"]["device"] == 64
+    assert end["end"]["blocks"]["host"] == 128
+    assert end["end"]["blocks"]["store"] > 128
+    media = {event["medium"] for batch in batches for event in batch["events"] if "medium" in event}
+    assert len(media) == 3
+
+
+def test_silence_is_told_and_fails_the_check(tmp_path: Path) -> None:
+    reader = tail(tmp_path, "--check", "--seconds", "6")
+    output, errors = reader.communicate(timeout=60)
+    assert reader.returncode == 1
+    assert "nothing was heard for 5 s" in errors
+    assert "no batch came" in errors
+    assert "KV events" in output
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["events", "tail", "nowhere"], "ENDPOINT: 'nowhere' is no endpoint"),
+        (["events", "tail", "5557", "--replay", "x"], "--replay: 'x' is no endpoint"),
+        (["events", "tail", "5557", "--seconds", "0"], "--seconds: 0 is not a time"),
+        (["replay", "--events", "70000"], "--events: events port 70000"),
+        (["replay", "--events", "x"], "--events: events: 'x' is no endpoint"),
+        (["replay", "--events-replay", "5557"], "--events-replay: there are no events"),
+        (["replay", "--events", "5557", "--events-replay", "5557"], "share tcp://127.0.0.1:5557"),
+        (["replay", "--events", "5557", "--dialect", "morse"], "morse"),
+        (["events", "tail", "ipc:///no/such/folder/x", "--seconds", "0.1", "--check"], "no batch came"),
+    ],
+)
+def test_what_cannot_be_is_told_in_one_line(
+    words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = run(words)
+    errors = capsys.readouterr().err
+    assert complaint in errors
+    assert len(errors.splitlines()) == 1
+    assert status == (1 if "--check" in words else 2)

@@ -1,0 +1,102 @@
+"""The wire form: golden payloads of each dialect, and what is refused on the way in."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+
+from kvcr_actors.errors import ConfigError, EventFormatError
+from kvcr_actors.events.wire import (
+    DIALECTS,
+    MAX_PAYLOAD_BYTES,
+    BlockStored,
+    decode_batch,
+    decode_sequence,
+    encode_sequence,
+    find_dialect,
+    tier_of,
+)
+from kvcr_actors.types import Tier
+from tests.events.golden_events import FOLDER, document, payloads
+
+
+@pytest.mark.parametrize("dialect", list(DIALECTS))
+def test_a_dialect_is_sent_as_it_was_agreed(dialect: str) -> None:
+    assert document(dialect) == (FOLDER / f"{dialect}.json").read_text()
+
+
+@pytest.mark.parametrize(("dialect", "signed"), [("vllm", False), ("sglang", True), ("dynamo", False)])
+def test_hashes_have_64_bits_in_the_dialects_own_sign(dialect: str, signed: bool) -> None:
+    hashes = [
+        block
+        for payload in payloads(dialect)
+        for event in decode_batch(payload).events
+        if isinstance(event, BlockStored)
+        for block in event.block_hashes
+        if isinstance(block, int)
+    ]
+    assert any(block >= 1 << 63 for block in hashes) is not signed
+    assert any(block < 0 for block in hashes) is signed
+    assert all(-(1 << 63) <= block < 1 << 64 for block in hashes)
+
+
+def test_only_dynamo_has_words_for_a_stores_own_blocks() -> None:
+    owned = {name: sum(b"ownership" in payload for payload in payloads(name)) for name in DIALECTS}
+    assert owned == {"dynamo": 3, "vllm": 0, "sglang": 0}  # a clear, a store and a removal
+
+
+def test_every_field_that_readers_insist_on_is_written() -> None:
+    for dialect in DIALECTS:
+        for payload in payloads(dialect):
+            for event in msgspec.msgpack.decode(payload)[1]:
+                if event["type"] == "BlockStored":
+                    assert {"lora_id", "lora_name", "medium", "parent_block_hash"} <= set(event)
+
+
+def test_foreign_streams_are_read_too() -> None:
+    """Byte hashes and multimodal extra keys of vLLM, absent optional fields of SGLang, fields that are yet unknown."""
+    event = {"type": "BlockStored", "block_hashes": [b"\x01" * 32], "parent_block_hash": None, "token_ids": [1]}
+    event |= {"block_size": 1, "extra_keys": [["mm", 3], None], "group_idx": 2, "from_the_future": {"a": 1}}
+    batch = decode_batch(msgspec.msgpack.encode([1.5, [event, {"type": "AllBlocksCleared"}]]))
+    assert len(batch.events) == 2
+    assert isinstance(batch.events[0], BlockStored)
+    assert tier_of(batch.events[0].medium) is Tier.DEVICE
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\xc1",
+        msgspec.msgpack.encode({}),
+        msgspec.msgpack.encode([1.0]),
+        msgspec.msgpack.encode([1.0, [{"type": "BlockMoved"}]]),
+        msgspec.msgpack.encode([1.0, [{"type": "BlockRemoved", "block_hashes": ["text"]}]]),
+        bytes(MAX_PAYLOAD_BYTES + 1),
+    ],
+)
+def test_what_is_no_batch_is_refused(payload: bytes) -> None:
+    with pytest.raises(EventFormatError):
+        decode_batch(payload)
+
+
+def test_a_medium_that_is_not_known_is_refused() -> None:
+    with pytest.raises(EventFormatError, match="TAPE"):
+        tier_of("TAPE")
+
+
+def test_sequences_have_eight_bytes() -> None:
+    assert decode_sequence(encode_sequence(1 << 40)) == 1 << 40
+    with pytest.raises(EventFormatError, match="7 bytes"):
+        decode_sequence(bytes(7))
+
+
+def test_a_dialect_that_is_not_known_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="'klingon' is not known; use vllm, sglang, dynamo"):
+        find_dialect("klingon")
+
+
+def test_the_golden_files_name_no_dialect_that_is_gone() -> None:
+    assert {json.loads(path.read_text())["dialect"] for path in FOLDER.iterdir()} == set(DIALECTS)
