@@ -32,6 +32,8 @@ class CutIn:
 
     def during(self, call: Callable[[], object]) -> None:
         before = sys.gettrace()
+        # CPython 3.12 traces opcodes only if a frame asked for it before the tracer was set.
+        sys._getframe().f_trace_opcodes = True
         sys.settrace(self._trace)
         try:
             call()
