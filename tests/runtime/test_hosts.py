@@ -154,7 +154,9 @@ def test_a_failure_after_the_start_is_raised_by_stop_once(real_backend):
 
 
 def test_stopping_a_host_that_was_never_started_does_nothing():
-    ThreadHost(ends_early).stop(WAIT_S)
+    host = ThreadHost(ends_early)
+    host.stop(WAIT_S)
+    assert not host.is_running
 
 
 def test_stopping_from_the_loop_itself_is_refused_rather_than_hung(real_backend):
@@ -379,7 +381,9 @@ def test_failures_and_deadlines_of_an_inline_host_are_raised():
 
 
 def test_an_inline_host_that_never_started_stops_at_once():
-    InlineHost(ends_early).stop(WAIT_S)
+    host = InlineHost(ends_early)
+    host.stop(WAIT_S)
+    assert not host.is_running
 
 
 def test_an_inline_host_refuses_trio_other_threads_and_a_pump_inside_a_pump():
