@@ -6,9 +6,11 @@ a loop on a thread of their own take the fixture `real_backend`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import structlog
 from hypothesis import settings
 
 from kvcr_actors.testing.virtual_time import REAL, BackendName, backend_options
@@ -29,6 +31,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "anyio_backend" in metafunc.fixturenames:
         real = metafunc.definition.get_closest_marker("real_clock") is not None
         metafunc.parametrize("anyio_backend", REAL if real else ALL_CLOCKS, indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    """A command configures logging for its process, onto a captured stream; each test gives back what it found."""
+    before = structlog.get_config()
+    yield
+    structlog.configure(**before)
 
 
 @pytest.fixture
