@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from time import perf_counter
 from typing import Any
 
@@ -64,7 +64,15 @@ class Outcome:
     restored: int = 0
     mismatches: int = 0
     lost_us: list[float] = attrs.field(factory=list[float])
-    """For each step of the eight, from the burst's on: how much longer a step took than without a cache, median."""
+    """For each step of the eight, from the burst's on: how much longer a step took than a bare one, median."""
+    mean_us: list[float] = attrs.field(factory=list[float])
+    """The same as a mean: what single long steps cost shows here."""
+    work_us: list[float] = attrs.field(factory=list[float])
+    """For each step of the eight: the scheduler's own work as it came out, median."""
+    stalls_us: list[float] = attrs.field(factory=list[float])
+    """Every stall."""
+    slow: list[tuple[int, float]] = attrs.field(factory=list[tuple[int, float]])
+    """Steps that took over 300 us longer than a bare one: which of the eight, and by how much (us)."""
 
 
 class Scheduler:
@@ -95,6 +103,7 @@ class Scheduler:
     def run(self) -> Outcome:
         """Run all turns; what the cache does beside it must not show."""
         launched: list[tuple[int, float]] = []
+        worked: list[float] = []
         finish_s, most_open = 0.0, 0
         torch.cuda.synchronize()
         zero = torch.cuda.Event(enable_timing=True)
@@ -109,7 +118,9 @@ class Scheduler:
                     launched.append((step - 1, perf_counter() - zero_s))
                 self._launch(step + 1)
             self._ends[step].synchronize()
+            woke_s = perf_counter()
             self._work.do(self._work_s)
+            worked.append((perf_counter() - woke_s) * 1e6)
             if self._controller is not None:
                 if self._arm != "thread":
                     self._controller.pump(8)
@@ -127,9 +138,14 @@ class Scheduler:
         stalls = [at_s * 1e6 - zero.elapsed_time(self._ends[step]) * 1e3 for step, at_s in launched]
         began = [self._begins[0].elapsed_time(begin) * 1e3 for begin in self._begins]
         steps_us = [later - earlier for earlier, later in pairwise(began)]
-        phases = [median(steps_us[BURST_EVERY - 1 + phase :: BURST_EVERY]) for phase in range(BURST_EVERY)]
+        lost_us = [step_us - self._model.step_ms * 1e3 for step_us in steps_us]
+        phases = [lost_us[BURST_EVERY - 1 + phase :: BURST_EVERY] for phase in range(BURST_EVERY)]
         return Outcome(
-            lost_us=[phase - self._model.step_ms * 1e3 for phase in phases],
+            lost_us=[median(phase) for phase in phases],
+            mean_us=[fmean(phase) for phase in phases],
+            slow=[((step + 1) % BURST_EVERY, round(lost)) for step, lost in enumerate(lost_us) if lost > 300],
+            work_us=[median(worked[BURST_EVERY - 1 + phase :: BURST_EVERY]) for phase in range(BURST_EVERY)],
+            stalls_us=stalls,
             tokens_s=LANES * self._steps / elapsed,
             stall_us=median(stalls),
             idle_us=median(gaps),
@@ -281,7 +297,11 @@ def _report(results: dict[str, list[Outcome]]) -> None:
             f"{sum(run.restored for run in runs)}, {sum(run.mismatches for run in runs)} |"
         )
     for arm, runs in results.items():
-        print(f"{arm}: us more than a bare step, from the burst's step on:", *(f"{us:,.0f}" for us in runs[-1].lost_us))
+        for name, lists in (("median", [run.lost_us for run in runs]), ("mean", [run.mean_us for run in runs])):
+            phases = [f"{fmean(phase):,.0f}" for phase in zip(*lists, strict=True)]
+            print(f"{arm}: us more than a bare step, from the burst's step on, {name}:", *phases)
+        worked = [f"{median(phase):,.0f}" for phase in zip(*(run.work_us for run in runs), strict=True)]
+        print(f"{arm}: us of the scheduler's own work a step, from the burst's step on:", *worked)
 
 
 def _node(lane: int, turn: int, repetition: int, arm: str) -> BackupNode:

@@ -26,6 +26,7 @@ def simulate(
     ] = "all",
     steps: Annotated[int, Parameter(help="Turns of the engine's scheduler a seed.")] = 200,
     loop: Annotated[Literal["asyncio", "trio"], Parameter(help="The event loop that the actors run on.")] = "trio",
+    jobs: Annotated[int, Parameter(help="Processes that share the seeds; the results are those of one.")] = 1,
 ) -> int:
     """Run whole clusters in virtual time, with faults of every kind, and check what must always hold.
 
@@ -34,6 +35,8 @@ def simulate(
     fired, and 2 for bad input.
     """
     chosen = _seeds(seeds)
+    if jobs < 1:
+        raise ConfigError(f"--jobs {jobs}: seeds need a process to run in; give 1 or more")
     options = SimulationOptions(ranks=ranks, kinds=parse_kinds(faults), steps=steps, loop=loop)
     report = SimulationReport(options, faults)
     started = time.perf_counter()
@@ -52,7 +55,7 @@ def simulate(
             report.add(result)
             bar.advance(task)
 
-        run_seeds(options, chosen, advance)
+        run_seeds(options, chosen, advance, jobs)
     report.wall_s = time.perf_counter() - started
     render(report, Console())
     return 0 if report.healthy else 1

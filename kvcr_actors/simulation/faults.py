@@ -49,7 +49,7 @@ _FAULTS = {
 _RARE = {"rank.restart": 0.006, "rank.freeze": 0.008, "store.restart": 0.008, "actor.restart": 0.012}
 """The most that a mishap of a whole part may happen in a step."""
 
-_SELDOM = {"read": 5.0, "to_device": 3.0, "write": 2.0, "to_host": 1.0}
+_SELDOM = {"read": 5.0, "to_device": 5.0, "write": 2.0, "to_host": 1.0}
 """Operations that are seldom meet faults more often."""
 
 

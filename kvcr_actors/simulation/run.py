@@ -1,12 +1,15 @@
-"""Runs seeds one after the other, each on a fresh loop with a virtual clock."""
+"""Runs seeds, each on a fresh loop with a virtual clock, one after the other or in several processes."""
 
 from __future__ import annotations
 
+import signal
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from logging import CRITICAL
+from multiprocessing import get_context
 
 import attrs
 import structlog
@@ -15,6 +18,9 @@ from kvcr_actors.simulation.faults import Kind
 from kvcr_actors.simulation.schedule import number_tasks, seeded_schedule
 from kvcr_actors.simulation.world import SimulationOptions, World
 from kvcr_actors.testing.virtual_time import BackendName, run_virtual
+
+_CHUNK = 8
+"""Seeds that a process takes at a time: a few seconds of work."""
 
 _BACKENDS: dict[str, BackendName] = {"asyncio": "asyncio-virtual", "trio": "trio-virtual"}
 
@@ -43,13 +49,32 @@ def run_seed(options: SimulationOptions, seed: int) -> SeedResult:
     return SeedResult(seed, world.operations, world.virtual_s, world.fired, tuple(world.trace), failure)
 
 
-def run_seeds(options: SimulationOptions, seeds: Iterable[int], advance: Callable[[SeedResult], None]) -> None:
-    """Run seeds up to the first that fails, and tell of each."""
-    for seed in seeds:
-        result = run_seed(options, seed)
+def run_seeds(
+    options: SimulationOptions, seeds: Sequence[int], advance: Callable[[SeedResult], None], jobs: int = 1
+) -> None:
+    """Run seeds up to the first that fails, in `jobs` processes, and tell of each in the order of the seeds."""
+    if jobs == 1:
+        _advance_to_failure((run_seed(options, seed) for seed in seeds), advance)
+        return
+    # Spawned, not forked: a child must not share the threads and loops of a parent that is embedded somewhere.
+    pool = ProcessPoolExecutor(jobs, get_context("spawn"), signal.signal, (signal.SIGINT, signal.SIG_IGN))
+    try:
+        _advance_to_failure(pool.map(partial(_run_brief, options), seeds, chunksize=_CHUNK), advance)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _advance_to_failure(results: Iterable[SeedResult], advance: Callable[[SeedResult], None]) -> None:
+    for result in results:
         advance(result)
         if result.failure is not None:
             return
+
+
+def _run_brief(options: SimulationOptions, seed: int) -> SeedResult:
+    """Of a seed that kept every rule nobody wants the trace, which would cost more than the seed to send."""
+    result = run_seed(options, seed)
+    return result if result.failure is not None else attrs.evolve(result, trace=())
 
 
 async def _live(world: World) -> None:

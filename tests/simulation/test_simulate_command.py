@@ -47,6 +47,7 @@ def test_a_failing_seed_prints_its_last_events_and_the_command_to_see_it_again(
         (["--faults", "rain"], "--faults: 'rain' is no fault"),
         (["--loop", "gevent"], "gevent"),
         (["--steps", "many"], "many"),
+        (["--jobs", "0"], "--jobs 0"),
     ],
 )
 def test_bad_input_is_one_line_and_2(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,6 +55,14 @@ def test_bad_input_is_one_line_and_2(arguments: list[str], words: str, capsys: p
     errors = capsys.readouterr().err
     assert errors.count("\n") == 1
     assert words in errors
+
+
+def test_processes_share_the_seeds_and_change_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["simulate", "--seeds", "0..19", "--steps", "30"]
+    status = run(command)
+    alone = capsys.readouterr().out
+    assert run([*command, "--jobs", "2"]) == status
+    assert _without_wall_time(capsys.readouterr().out) == _without_wall_time(alone)
 
 
 def test_a_simulation_leaves_the_log_configuration_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
