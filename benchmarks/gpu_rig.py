@@ -19,7 +19,6 @@ from kvcr_actors.devices.copy_lane import CopyJob
 from kvcr_actors.devices.cuda import CopyEngine
 from kvcr_actors.devices.cuda_runtime import CudaRuntime
 from kvcr_actors.devices.host_memory import POISON_BYTE, HostPools
-from kvcr_actors.runtime.bell import LoopBell
 from kvcr_actors.testing.services import open_services
 from kvcr_actors.types import CacheLayout, Components, PoolSpec
 
@@ -309,16 +308,10 @@ class Limit:
 
 
 @asynccontextmanager
-async def open_rig(shape: Shape, nodes: int, *, direct: bool = False, **options: Any) -> AsyncGenerator[Rig]:
-    """A rig whose device is open, closed and unregistered at the end.
-
-    With `direct` the waiting thread wakes the loop itself, without a relay thread.
-    """
+async def open_rig(shape: Shape, nodes: int, **options: Any) -> AsyncGenerator[Rig]:
+    """A rig whose device is open, closed and unregistered at the end."""
     rig = Rig(shape, nodes, **{"staging_bytes": STAGING, **options})
     async with open_services() as services:
-        if direct:
-            services._bell.close()
-            services._bell = LoopBell(services.errors.append, relay=False)
         await rig.copier.open(services)
         rig.time_launches()
         try:
