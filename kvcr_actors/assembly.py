@@ -122,9 +122,10 @@ class Assembly:
             self.inboxes,
             self.outbox,
             self.ring,
+            self.ring_later,
             pools=len(self.device.layout.pools),
             host_on=self.device.host.slots > 0,
-            store_on=lambda: self.store is not None,
+            store_on=lambda: self.stores,
             join_without=self._join_without if self._ranks.size > 1 else None,
         )
 
@@ -141,6 +142,11 @@ class Assembly:
         """Wake the actors that have messages; from any thread."""
         if self._bell is not None:
             self._bell.ring()
+
+    def ring_later(self) -> None:
+        """Wake the loop soon, for what can wait for a moment; from any thread."""
+        if self._bell is not None:
+            self._bell.ring_later()
 
     async def main(self, started: Callable[[], None], stop: anyio.Event) -> None:
         """Open, run until `stop`, drain, close. What is still quarantined at the end is logged, and left mapped."""

@@ -44,6 +44,7 @@ class EngineDesk:
         inboxes: Inboxes,
         outbox: Outbox[Completion],
         ring: Callable[[], None],
+        ring_later: Callable[[], None],
         *,
         pools: int,
         host_on: bool,
@@ -53,6 +54,7 @@ class EngineDesk:
         self._inboxes = inboxes
         self._outbox = outbox
         self._ring = ring
+        self._ring_later = ring_later
         self._pools = pools
         # Ranks open each other's operations, also those of which they have nothing.
         self._host_on = host_on or join_without is not None
@@ -103,9 +105,13 @@ class EngineDesk:
                 self._refuse_nodes(step, nodes, refusal)
         elif not self._has_orders:
             return None
-        if self._has_orders:
+        if self._requests or self._orders or self._cancels or self._stops:
             self._hand_over_orders(fence)
-        self._ring()
+            self._ring()
+            return step
+        if self._events:
+            self._hand_over_orders(fence)
+        self._ring_later()  # nobody waits for a backup or an event, and the engine is about to launch
         return step
 
     def prefetch(self, request: PrefetchRequest) -> None:

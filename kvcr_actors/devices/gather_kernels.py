@@ -1,4 +1,5 @@
-# pyright: basic, reportMissingImports=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: basic, reportMissingImports=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportIndexIssue=false, reportGeneralTypeIssues=false, reportCallIssue=false
 """The kernel of both directions, in Triton: rows of pages to or from page-first staging, all pools in one launch."""
 
 # No postponed annotations here: Triton reads `tl.constexpr` from the annotation itself.

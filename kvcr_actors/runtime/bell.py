@@ -5,13 +5,14 @@ get it back. A ring therefore puts a token into a `SimpleQueue` (which keeps the
 posts a call has no step to delay, and wakes the loop directly: that saves its completions one sleeping thread.
 
 No ring is lost: who rings makes its content visible first and reads `_armed` second; the loop clears `_armed` first and
-looks for content second. Whichever comes later sees the other.
+looks for content second. Whichever comes later sees the other. The same holds for `_later` and the relay.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -57,7 +58,10 @@ class Notified(Protocol):
 
 
 # Tokens of the doorbell; plain values, since an enum's member costs a call on Python 3.11.
-_RING, _END = True, False
+_END, _RING, _LATER = range(3)
+
+GRACE_S = 1e-3
+"""An engine launches its next step right behind the flush, in calls that give up the GIL; meanwhile the loop sleeps."""
 
 
 class LoopBell:
@@ -67,17 +71,29 @@ class LoopBell:
     from another thread writes to the loop itself: for a loop that its engine pumps.
     """
 
-    __slots__ = ("_access", "_armed", "_calls", "_closed", "_doorbell", "_listeners", "_on_error", "_relay", "_thread")
+    __slots__ = (
+        "_access",
+        "_armed",
+        "_calls",
+        "_closed",
+        "_doorbell",
+        "_later",
+        "_listeners",
+        "_on_error",
+        "_relay",
+        "_thread",
+    )
 
     def __init__(self, on_error: Callable[[Exception], None], *, relay: bool = True, name: str = "kvcr-bell") -> None:
         self._access = LoopAccess.of_running_loop()
         self._thread = get_ident()
         self._on_error = on_error
         self._armed = False
+        self._later = False
         self._closed = False
         self._calls: deque[Callable[[], None]] = deque()
         self._listeners: list[Notified] = []
-        self._doorbell: SimpleQueue[bool] = SimpleQueue()
+        self._doorbell: SimpleQueue[int] = SimpleQueue()
         self._relay: threading.Thread | None = None
         if relay:
             self._relay = threading.Thread(target=self._carry, name=name, daemon=True)
@@ -94,6 +110,16 @@ class LoopBell:
         if self._relay is not None and get_ident() != self._thread:
             self._armed = True
             self._doorbell.put(_RING)
+        else:
+            self._ring_directly()
+
+    def ring_later(self) -> None:
+        """The same after a grace of `GRACE_S`, for what can wait so long, so that the loop lets the caller go on."""
+        if self._armed or self._later:
+            return
+        if self._relay is not None and get_ident() != self._thread:
+            self._later = True
+            self._doorbell.put(_LATER)
         else:
             self._ring_directly()
 
@@ -120,8 +146,15 @@ class LoopBell:
         self._wake(self._access.wake_here if get_ident() == self._thread else self._access.wake)
 
     def _carry(self) -> None:
-        while self._doorbell.get() is _RING and self._wake(self._access.wake):
-            pass
+        while token := self._doorbell.get():
+            if token == _LATER:
+                time.sleep(GRACE_S)
+                self._later = False
+                if self._armed:
+                    continue
+                self._armed = True
+            if not self._wake(self._access.wake):
+                break
 
     def _wake(self, wake: Wake) -> bool:
         try:

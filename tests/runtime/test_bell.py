@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 
 import anyio
 import pytest
@@ -111,6 +112,35 @@ async def test_rings_while_the_loop_is_held_cost_one_wake_up(bell):
     assert counter.rings == 1
 
 
+async def test_a_later_ring_keeps_no_post_waiting_and_still_comes(bell, monkeypatch):
+    inbox: Inbox[str] = Inbox("test", 10)
+    bell.attach(inbox)
+    asleep, go = threading.Event(), threading.Event()
+    monkeypatch.setattr(time, "sleep", lambda seconds: (asleep.set(), go.wait(WAIT_S)))
+
+    def ring_later() -> None:
+        bell.ring_later()
+        bell.ring_later()
+        asleep.wait(WAIT_S)
+
+    await on_thread(ring_later)
+    posted = anyio.Event()
+    await on_thread(lambda: bell.post(posted.set))
+    with anyio.fail_after(WAIT_S):
+        await posted.wait()
+        inbox.post("for the later ring")
+        go.set()
+        assert await inbox.take() == ["for the later ring"]
+    assert bell._doorbell.empty()
+
+
+async def test_a_bell_that_closes_under_a_later_ring_ends_its_thread():
+    bell = LoopBell(lambda error: None)
+    await on_thread(bell.ring_later)
+    bell.close()
+    assert not bell._relay.is_alive()
+
+
 async def test_a_call_that_raises_goes_to_the_handler_and_the_next_one_runs():
     errors: list[Exception] = []
     bell = LoopBell(errors.append)
@@ -211,7 +241,8 @@ async def test_a_bell_needs_a_running_loop():
     assert len(failure) == 1
 
 
-async def test_no_message_is_lost_or_reordered_between_two_threads_and_the_loop(bell):
+@pytest.mark.parametrize("ring", [LoopBell.ring, LoopBell.ring_later])
+async def test_no_message_is_lost_or_reordered_between_two_threads_and_the_loop(bell, ring):
     # A tiny switch interval moves the threads against each other far more often than real life does.
     inbox: Inbox[tuple[int, int]] = Inbox("test", 100_000)
     bell.attach(inbox)
@@ -222,7 +253,7 @@ async def test_no_message_is_lost_or_reordered_between_two_threads_and_the_loop(
     def write(writer: int) -> None:
         for number in range(each):
             inbox.post((writer, number))
-            bell.ring()
+            ring(bell)
 
     try:
         taken: list[tuple[int, int]] = []
