@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Any
 
 import attrs
@@ -87,9 +87,8 @@ class Scheduler:
         work_s: float,
         controller: CacheController | None,
         arm: str,
-        work: Work,
     ) -> None:
-        self._work = work
+        self._work = Work()
         self._model = model
         self._nodes = nodes
         self._work_s = work_s
@@ -229,12 +228,11 @@ def check_restores(
 
 def run_arm(arm: str, model: DecodeModel, host: HostPools, work_s: float, repetition: int) -> Outcome:
     """One run of one arm on fresh keys."""
-    work = Work()
     gc.collect()
     gc.freeze()  # as engines do once they are loaded
     nodes = [[_node(lane, turn, repetition, arm) for turn in range(TURNS)] for lane in range(LANES)]
     if arm.startswith("off"):
-        return Scheduler(model, nodes, work_s, None, arm, work).run()
+        return Scheduler(model, nodes, work_s, None, arm).run()
     threaded = arm == "thread"
     planes = [pool.unbind(0) for pool in model.pools]
     device = CudaDevice(
@@ -247,7 +245,7 @@ def run_arm(arm: str, model: DecodeModel, host: HostPools, work_s: float, repeti
     )
     controller = CacheController(device=device, host="thread" if threaded else "inline")
     with controller:
-        outcome = Scheduler(model, nodes, work_s, controller, arm, work).run()
+        outcome = Scheduler(model, nodes, work_s, controller, arm).run()
         controller.wait_quiet(60)
         _take_acks(controller.take(), deque())
         outcome.submits = device.backup_submits
@@ -335,23 +333,16 @@ def _take_acks(completions: Sequence[Completion], open_steps: deque[int]) -> Non
 
 
 class Work:
-    """The scheduler's own work: a fixed amount of Python, whoever else wants the GIL.
+    """The scheduler's own work: Python for so much CPU time of its thread, whoever else wants the GIL.
 
-    How much takes how long is measured anew for each run, since the host's clock speed moves by tens of percent.
+    Neither waiting for the GIL nor a change of the host's clock speed makes it less or more.
     """
 
-    def __init__(self) -> None:
-        turns = 100_000
-        times: list[float] = []
-        for _ in range(40):
-            started = perf_counter()
-            _turn_over(turns)
-            times.append((perf_counter() - started) / turns)
-        self._turn_s = median(times[20:])
-
     def do(self, seconds: float) -> None:
-        """Do as much as takes so long when nobody interferes."""
-        _turn_over(int(seconds / self._turn_s))
+        """Work for so much CPU time."""
+        end = thread_time() + seconds
+        while thread_time() < end:
+            _turn_over(400)
 
 
 def _turn_over(turns: int) -> None:

@@ -114,7 +114,7 @@ def run_ours(endpoint: str, steps: int) -> dict[str, float]:
 
                 meter.step(build, sink.publish)
             await sink.close(_SEND_S)
-            return {**meter.report(steps), "dropped": sink.describe().get("dropped", 0)}
+            return {**meter.report(steps), "dropped": sink.describe()["dropped"]}
 
     return anyio.run(publish_all)
 
@@ -142,7 +142,7 @@ def run_vllm(endpoint: str, steps: int) -> dict[str, float]:
         time.sleep(0.001)
     report = meter.report(steps)
     publisher.shutdown()
-    return report
+    return {**report, "dropped": 0}
 
 
 def _hash(key: bytes) -> int:
@@ -245,6 +245,7 @@ def show(runs: dict[tuple[str, str], list[dict[str, float]]], *, markdown: bool)
         "publish_max_us": ("publish max, us", "{:,.0f}"),
         "caller_share": ("caller's share", "{:.0%}"),
         "grown_mib": ("grown, MiB", "{:,.0f}"),
+        "dropped": ("dropped", "{:,.0f}"),
     }
     table = Table(
         "publisher",

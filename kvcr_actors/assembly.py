@@ -104,6 +104,12 @@ class Assembly:
         return self._first_store if self._slot is None else self._slot.store
 
     @property
+    def stores(self) -> bool:
+        """Whether there is a store, and this rank can use it."""
+        store = self.store
+        return store is not None and not store.traits.cannot_store
+
+    @property
     def slot(self) -> StoreSlot:
         """Where stores are attached. ControllerClosedError before the start and after the end."""
         if self._slot is None or not self.questions.is_open:

@@ -164,6 +164,8 @@ class StoreTraits:
     """A read's time before any page, and for each page of it; a remote store declares more."""
     read_budget_page_s: float = 0.01
     write_budget_s: float = 30.0
+    cannot_store: str = ""
+    """Why this rank cannot store, by its layout, its role or a failed start: then it goes on as without a store."""
 
 
 class Store(Protocol):
@@ -198,8 +200,9 @@ class Store(Protocol):
     def confirm(self, keys: Sequence[PageKey], request_id: RequestId) -> Operation[bool]:
         """Make sure of a prefix that a lookup promised: bring here what its last page's hit policies need.
 
-        Asked only of a store whose traits say `requires_confirmation`. What was delivered stays claimed until
-        `end_request`; what arrives after that is released on arrival.
+        Only pages that the request has looked up count: the host holds the others, and needs no word for them. Asked
+        only of a store whose traits say `requires_confirmation`. What was delivered stays claimed until `end_request`;
+        what arrives after that is released on arrival.
         """
         ...
 

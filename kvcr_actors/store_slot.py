@@ -57,7 +57,11 @@ class StoreSlot:
 
             async with closed_if_cut_short(f"store {store.name}", store, state.config.drain_budget_s):
                 await store.open(self._make_services(observe), state.device.host)
-            self._store, state.store = store, guarded
+            self._store = store
+            if reason := store.traits.cannot_store:
+                log.warning("store.stands_aside", store=store.name, reason=reason)
+            else:
+                state.store = guarded
 
     async def detach(self, budget_s: float, *, for_good: bool = False) -> None:
         """Use the store no more: what is in flight ends, then it is closed. DeadlineError if it is not quiet by then.
@@ -67,13 +71,14 @@ class StoreSlot:
         state = self._state
         async with self._turn:
             guarded, store = state.store, self._store
-            if guarded is None or store is None:
+            if store is None:
                 return
             state.store = self._store = None
-            guarded.retire()
             try:
-                with anyio.move_on_after(budget_s):
-                    await guarded.quiet()
+                if guarded is not None:
+                    guarded.retire()
+                    with anyio.move_on_after(budget_s):
+                        await guarded.quiet()
                 await store.close(budget_s)
             finally:
                 if not for_good:

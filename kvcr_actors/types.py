@@ -62,6 +62,8 @@ class MissReason(enum.StrEnum):
     DEADLINE = "deadline"
     CANCELLED = "cancelled"
     RANKS_DISAGREED = "ranks_disagreed"
+    RANK_WITHOUT_STORE = "rank_without_store"
+    """This rank's store has the page, and another rank has no store at all."""
     NOT_RESTORED = "not_restored"
     RESTORE_FAILED = "restore_failed"
     STOPPED = "stopped"

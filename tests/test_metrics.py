@@ -45,7 +45,7 @@ def test_two_controllers_in_one_process_do_not_share_metrics() -> None:
     assert samples(Metrics(lambda: second))["kvcr_actors_backup_nodes_total",] == 0
 
 
-def test_every_counter_of_the_controller_is_exported() -> None:
+def test_scenario_55_every_counter_of_the_controller_is_exported() -> None:
     stats = ControllerStats()
     exported = samples(Metrics(lambda: stats)).values()
     for section in (stats, stats.backup, stats.prefetch, stats.deposit):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import attrs
@@ -16,6 +17,7 @@ from kvcr_actors.core.rounds import step_operation
 from kvcr_actors.errors import InboxClosedError, InboxFullError, NoHostMemoryError
 from kvcr_actors.messages import BackUpStep, CopyStarted, StagedNode
 from kvcr_actors.ports import CopyOutcome
+from kvcr_actors.runtime.endings import run_endings
 from kvcr_actors.runtime.operation import Operation
 from kvcr_actors.types import BackupNode, Components, NodeId, PageKey, SkipReason
 
@@ -72,7 +74,7 @@ class BackupActor:
     def _submit(self, step: BackUpStep) -> None:
         state = self._state
         staging = _Staging()
-        claim = state.ledger.take("backup", step.step, lambda: self._give_back(staging))
+        claim = state.ledger.take("backup", step.step, partial(run_endings, partial(self._give_back, staging)))
         copy: Operation[CopyOutcome] | None = None
         operation = ("backup", step.step)
         if state.is_shared:
@@ -100,8 +102,9 @@ class BackupActor:
 
     def _give_back(self, staging: _Staging) -> None:
         """What the confirmation did not use goes back, once the copy is quiet."""
-        self._state.drop_growths(staging.growths)
-        self._state.abandon_unfilled(staging.pages)
+        run_endings(
+            partial(self._state.drop_growths, staging.growths), partial(self._state.abandon_unfilled, staging.pages)
+        )
 
     def _launch(self, step: BackUpStep, staging: _Staging) -> Operation[CopyOutcome]:
         if not staging.parts:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import anyio
 import anyio.abc
@@ -11,13 +12,17 @@ import structlog
 
 from kvcr_actors.actors.state import LoopState
 from kvcr_actors.core.host_tier import HostPage, PageState
-from kvcr_actors.core.ledger import ClaimState
+from kvcr_actors.core.ledger import Claim, ClaimState
 from kvcr_actors.errors import InboxClosedError, InboxFullError
 from kvcr_actors.messages import CopyStarted, DepositPages, StagedNode
 from kvcr_actors.ports import Agreement, CopyOutcome
+from kvcr_actors.runtime.endings import run_endings
 from kvcr_actors.types import NO_SLOT, NodeId, SkipReason
 
 log = structlog.get_logger()
+
+_Answer: TypeAlias = tuple[Sequence[NodeId], Sequence[tuple[NodeId, SkipReason]]]
+"""The nodes of a step that are done, and those that failed."""
 
 
 class ConfirmationActor:
@@ -30,6 +35,8 @@ class ConfirmationActor:
         self._tasks = tasks
         self._poke = poke
         self._open: dict[int, CopyStarted] = {}
+        self._settled: dict[int, _Answer] = {}
+        """How the nodes of open steps ended that are committed."""
         self._idle = anyio.Event()
 
     @property
@@ -46,10 +53,9 @@ class ConfirmationActor:
     def abandon(self, batch: Sequence[CopyStarted], error: BaseException) -> None:
         """Give up the copies that no task follows."""
         del error
-        for started in batch:
-            # One that a task followed, until the failure ended it, was given up there.
-            if started.claim.state is ClaimState.HELD and started.step not in self._open:
-                self._give_up(started, SkipReason.STOPPED)
+        # One that a task followed, until the failure ended it, was given up there.
+        left = [one for one in batch if one.claim.state is ClaimState.HELD and one.step not in self._open]
+        run_endings(*(partial(self._give_up, started, SkipReason.STOPPED) for started in left))
 
     async def drain(self) -> None:
         """Wait for the copies in flight; the supervisor sets the budget."""
@@ -62,7 +68,7 @@ class ConfirmationActor:
         return {"open_steps": sorted(self._open)}
 
     async def _confirm(self, started: CopyStarted) -> None:
-        confirmed, reason = False, SkipReason.STOPPED
+        reason = SkipReason.STOPPED
         agreement: Agreement | None = None
         pinned: list[HostPage] = []
         try:
@@ -73,19 +79,29 @@ class ConfirmationActor:
                 good = await self._good(started, outcome, pinned)
                 agreement = self._state.ranks.propose(started.operation, good)
                 self._settle(started, outcome, good, await agreement.outcome())
-                confirmed = True
         finally:
             # Synchronous on purpose: a cancelled task must not need to wait in order to give back.
             if agreement is not None:
                 agreement.withdraw()
-            for page in pinned:
-                self._state.host.unpin(page)
-            if not confirmed:
-                self._give_up(started, reason, joined=agreement is not None)
-            del self._open[started.step]
-            if not self._open:
-                self._idle.set()
-            self._poke()
+            answer = self._settled.get(started.step)
+            run_endings(
+                partial(self._unpin, pinned),
+                partial(self._give_up, started, reason, joined=agreement is not None)
+                if answer is None
+                else partial(self._end, started, answer),
+                partial(self._forget, started.step),
+                self._poke,
+            )
+
+    def _unpin(self, pinned: list[HostPage]) -> None:
+        while pinned:
+            self._state.host.unpin(pinned.pop())
+
+    def _forget(self, step: int) -> None:
+        self._settled.pop(step, None)
+        self._open.pop(step, None)
+        if not self._open:
+            self._idle.set()
 
     async def _copied(self, started: CopyStarted) -> CopyOutcome | None:
         with anyio.move_on_after(self._state.config.copy_deadline_s):
@@ -120,7 +136,7 @@ class ConfirmationActor:
         return good
 
     def _settle(self, started: CopyStarted, outcome: CopyOutcome, good: int, agreed: int) -> None:
-        """Commit node by node what every rank has; the rest goes back with the claim, once the copy is quiet."""
+        """Commit node by node what every rank has, and note how each ended; the claim has the rest."""
         state = self._state
         state.stats.backup.slices += outcome.slices
         state.stats.backup.bytes += outcome.bytes
@@ -142,8 +158,7 @@ class ConfirmationActor:
             done.append(node.node_id)
         state.publish_changes()
         self._deposit(started.step, ready, tails)
-        state.release_when_quiet(started.copy, started.claim, self._size(started))
-        state.acknowledge(started.step, done, failed)
+        self._settled[started.step] = (done, failed)
 
     def _deposit(self, step: int, ready: Sequence[HostPage], tails: Sequence[HostPage]) -> None:
         """Send pages to the store: those that became ready, and tails of old ones that it lacks."""
@@ -151,32 +166,41 @@ class ConfirmationActor:
         pages = [page for page in dict.fromkeys([*ready, *tails]) if state.lacks_deposit(page)]
         if not pages:
             return
+        claim = self._claim(step, tails)
+        try:
+            state.depositing.update(pages)
+            state.inboxes.deposit.tell(DepositPages(pages, claim))
+        except Exception as refusal:
+            run_endings(partial(state.end_deposit, pages), partial(state.release_when_quiet, None, claim, 0))
+            if not isinstance(refusal, InboxFullError | InboxClosedError):
+                raise
+            reason = SkipReason.QUEUE_FULL if isinstance(refusal, InboxFullError) else SkipReason.STOPPED
+            state.stats.deposit.skipped[reason] += len(pages)
+
+    def _claim(self, step: int, tails: Sequence[HostPage]) -> Claim:
+        """Keep pages, and with each the path above it, from eviction until they are deposited."""
+        host = self._state.host
         for tail in tails:
-            state.host.pin(tail)
-        state.depositing.update(pages)
+            host.pin(tail)
 
         def unpin() -> None:
             for tail in tails:
-                state.host.unpin(tail)
+                host.unpin(tail)
 
-        claim = state.ledger.take("deposit", step, unpin)
-        try:
-            state.inboxes.deposit.tell(DepositPages(pages, claim))
-        except (InboxFullError, InboxClosedError) as refusal:
-            reason = SkipReason.QUEUE_FULL if isinstance(refusal, InboxFullError) else SkipReason.STOPPED
-            state.stats.deposit.skipped[reason] += len(pages)
-            state.end_deposit(pages)
-            claim.release()
+        return self._state.ledger.take("deposit", step, unpin)
 
     def _give_up(self, started: CopyStarted, reason: SkipReason, *, joined: bool = False) -> None:
-        failed: list[tuple[NodeId, SkipReason]] = [
-            *started.failed,
-            *((node.node_id, reason) for node in started.staged),
-        ]
+        failed = [*started.failed, *((node.node_id, reason) for node in started.staged)]
         if not joined:
             self._state.join_without(started.operation)
-        self._state.release_when_quiet(started.copy, started.claim, self._size(started))
-        self._state.acknowledge(started.step, started.done, failed)
+        self._end(started, (started.done, failed))
+
+    def _end(self, started: CopyStarted, answer: _Answer) -> None:
+        state, (done, failed) = self._state, answer
+        run_endings(
+            partial(state.release_when_quiet, started.copy, started.claim, self._size(started)),
+            partial(state.acknowledge, started.step, done, failed),
+        )
 
     def _size(self, started: CopyStarted) -> int:
         pages = sum(len(node.pages) + len(node.growths) for node in started.staged)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import anyio
@@ -17,6 +18,7 @@ from kvcr_actors.core.host_tier import HostPage
 from kvcr_actors.core.ledger import Claim, ClaimState
 from kvcr_actors.messages import DepositFailed, DepositPages
 from kvcr_actors.ports import BatchOutcome, PageBatch, PageOutcome
+from kvcr_actors.runtime.endings import run_endings
 from kvcr_actors.runtime.operation import Operation
 from kvcr_actors.types import SkipReason
 
@@ -52,7 +54,6 @@ class DepositActor:
         self._poke = poke
         self._queue: deque[_Order] = deque()
         self._current: _Order | None = None
-        self._waiting_pages = 0
         # What waits cannot be evicted: never more than half of the host may.
         self._limit = min(state.config.deposit_queue_pages, max(1, state.host.capacity // 2))
         self._writer_runs = False
@@ -63,14 +64,20 @@ class DepositActor:
         """Orders that wait or are being written."""
         return len(self._queue) + (self._current is not None)
 
+    @property
+    def _waiting_pages(self) -> int:
+        current = 0 if self._current is None else len(self._current.pages)
+        return current + sum(len(order.pages) for order in self._queue)
+
     async def handle(self, batch: Sequence[DepositPages]) -> None:
         """Queue the pages; beyond the queue's bound they are shed, counted, and stay in host memory only."""
+        waiting = self._waiting_pages
         for message in batch:
-            if self._waiting_pages and self._waiting_pages + len(message.pages) > self._limit:
+            if waiting and waiting + len(message.pages) > self._limit:
                 self._shed(message, SkipReason.QUEUE_FULL)
                 continue
             self._queue.append(_Order(message.pages, message.claim))
-            self._waiting_pages += len(message.pages)
+            waiting += len(message.pages)
         if self._queue and not self._writer_runs:
             self._tasks.start_soon(self._write_all, name="deposit writer")
             self._writer_runs = True
@@ -78,10 +85,9 @@ class DepositActor:
     def abandon(self, batch: Sequence[DepositPages], error: BaseException) -> None:
         """Shed what the writer, which has ended by now, did not give up itself."""
         del error
-        for message in batch:
-            # One that is quarantined it gave up: a write may still read the pages.
-            if message.claim.state is ClaimState.HELD:
-                self._shed(message, SkipReason.STOPPED)
+        # One that is quarantined it gave up: a write may still read the pages.
+        left = [message for message in batch if message.claim.state is ClaimState.HELD]
+        run_endings(*(partial(self._shed, message, SkipReason.STOPPED) for message in left))
 
     async def drain(self) -> None:
         """Write what waits; the supervisor sets the budget."""
@@ -95,8 +101,10 @@ class DepositActor:
 
     def _shed(self, message: DepositPages, reason: SkipReason) -> None:
         self._state.stats.deposit.skipped[reason] += len(message.pages)
-        self._state.end_deposit(message.pages)
-        message.claim.release()
+        run_endings(
+            partial(self._state.end_deposit, message.pages),
+            partial(self._state.release_when_quiet, None, message.claim, 0),
+        )
 
     async def _write_all(self) -> None:
         try:
@@ -110,24 +118,26 @@ class DepositActor:
         finally:
             # Reached with orders left only when the actor stops or fails.
             self._writer_runs = False
-            if self._current is not None:
-                self._give_up(self._current)
-            while self._queue:
-                self._give_up(self._queue.popleft())
-            self._idle.set()
-            self._poke()
+            left = [*([] if self._current is None else [self._current]), *self._queue]
+            self._queue.clear()
+            run_endings(*(partial(self._give_up, order) for order in left), self._idle.set, self._poke)
 
     def _end(self, order: _Order) -> None:
+        size = order.writing * self._state.device.layout.page_bytes
+        run_endings(
+            partial(self._state.end_deposit, order.pages),
+            partial(self._state.release_when_quiet, order.write, order.claim, size),
+            self._leave_current,
+            self._poke,
+        )
+
+    def _leave_current(self) -> None:
         self._current = None
-        self._waiting_pages -= len(order.pages)
-        self._state.end_deposit(order.pages)
-        self._state.release_when_quiet(order.write, order.claim, order.writing * self._state.device.layout.page_bytes)
-        self._poke()
 
     def _give_up(self, order: _Order, reason: SkipReason = SkipReason.STOPPED) -> None:
-        self._state.stats.deposit.skipped[reason] += sum(
-            not page.stored and page not in order.failed for page in order.pages
-        )
+        left = [page for page in order.pages if not page.stored and page not in order.failed]
+        self._state.stats.deposit.skipped[reason] += len(left)
+        order.failed.update(left)
         self._end(order)
 
     async def _write_order(self, order: _Order, store: GuardedStore) -> None:

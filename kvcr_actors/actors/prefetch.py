@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import anyio
@@ -11,20 +12,22 @@ import attrs
 import structlog
 
 from kvcr_actors.actors.accord import Accord
+from kvcr_actors.actors.prefix_end import answer_prefix, count_started, end_prefix, end_ready
 from kvcr_actors.actors.reading import PrefixReader
 from kvcr_actors.actors.state import LoopState
-from kvcr_actors.core.hit_policy import longest
+from kvcr_actors.core.hit_policy import boundaries, longest
+from kvcr_actors.core.host_tier import HostPage
 from kvcr_actors.core.prefetch_state import HeldPrefix, Phase
 from kvcr_actors.core.rounds import first_agreement
 from kvcr_actors.messages import (
     CancelPrefetches,
     Completion,
-    PrefetchCancelled,
     PrefetchOrder,
     PrefetchReady,
     StartPrefetches,
     StopPrefetches,
 )
+from kvcr_actors.runtime.endings import run_endings
 from kvcr_actors.types import MissReason, PrefetchRequest, RequestId, StopPolicy
 
 log = structlog.get_logger()
@@ -114,16 +117,18 @@ class PrefetchActor:
         """End the requests of the batch that nobody follows."""
         log.error("prefetch.abandoned", error=repr(error))
         answers: list[Completion] = []
+        endings: list[Callable[[], object]] = []
         for order in batch:
             if isinstance(order, StartPrefetches):
-                for request in order.requests:
-                    if id(request) not in self._begun and request.request_id not in self._state.prefixes:
-                        self._state.join_without(first_agreement(request.request_id))
-                        _end(self._state, self._new_prefix(request), MissReason.STOPPED, answers)
+                endings += [partial(self._abandon, request, answers) for request in order.requests]
             elif isinstance(order, CancelPrefetches):
-                for request_id in order.request_ids:
-                    self._cancel(request_id, answers)
-        self._state.outbox.deliver(answers)
+                endings += [partial(self._cancel, request_id, answers) for request_id in order.request_ids]
+        run_endings(*endings, partial(self._state.outbox.deliver, answers))
+
+    def _abandon(self, request: PrefetchRequest, answers: list[Completion]) -> None:
+        if id(request) not in self._begun and request.request_id not in self._state.prefixes:
+            self._state.join_without(first_agreement(request.request_id))
+            end_prefix(self._state, self._new_prefix(request), MissReason.STOPPED, answers)
 
     async def drain(self) -> None:
         """Cancel every search, release every prefix that stands ready, and wait for the tasks to settle."""
@@ -147,7 +152,7 @@ class PrefetchActor:
         state = self._state
         return HeldPrefix(request, state.host, state.ledger, store_on=state.store is not None)
 
-    def _start(self, request: PrefetchRequest, answers: list[Completion]) -> None:
+    def _start(self, request: PrefetchRequest, answers: list[Completion], *, asked_to_stop: bool = False) -> None:
         state = self._state
         if self._is_in_use(request, answers):
             return
@@ -155,16 +160,16 @@ class PrefetchActor:
         if not state.host.capacity:
             state.join_without(first_agreement(request.request_id))
             prefix.miss = MissReason.TIER_OFF
-            self._conclude(prefix, answers)
+            self._conclude_at_once(prefix, answers)
             return
         found = state.host.match(request.keys)
         state.host.touch(found)
         if state.store is not None and state.config.refresh_store:
             state.store.align(request.keys)
         prefix.host_pages = len(found)
-        if not state.is_shared and (state.store is None or len(found) == len(request.keys)):
+        if not state.is_shared and (state.store is None or self._is_all(found, request)):
             prefix.extend(found)
-            self._conclude(prefix, answers)
+            self._conclude_at_once(prefix, answers)
             return
         waits = (request.stop or state.config.prefetch_stop_policy) is StopPolicy.WAIT_COMPLETE
         search = _Search(prefix, Accord(state.ranks, state.services, request.request_id), waits)
@@ -172,6 +177,14 @@ class PrefetchActor:
         # From here on the task gives back what is held.
         self._searches[request.request_id] = search
         prefix.extend(found)
+        if asked_to_stop:
+            self._stop(request.request_id)
+
+    def _is_all(self, found: Sequence[HostPage], request: PrefetchRequest) -> bool:
+        """Whether the store can add nothing: every page is there, and whole."""
+        layout = self._state.device.layout
+        masks = [page.mask for page in found]
+        return len(found) == len(request.keys) and longest(boundaries(masks, layout)) == len(found)
 
     def _is_in_use(self, request: PrefetchRequest, answers: list[Completion]) -> bool:
         """Whether an earlier request has the same id: this one waits if that one is stopping, else it ends here."""
@@ -195,11 +208,9 @@ class PrefetchActor:
 
     def _end_without(self, prefix: HeldPrefix, answers: list[Completion]) -> None:
         """Nothing beyond the device is worth a restore."""
-        prefix.end()
-        device = prefix.request.device_pages
-        account = prefix.account(device, MissReason.BELOW_THRESHOLD)
-        self._state.stats.settle(account)
-        answers.append(PrefetchReady(prefix.request.request_id, device, account))
+        request = prefix.request
+        ready = partial(PrefetchReady, request.request_id, request.device_pages)
+        answer_prefix(self._state, prefix, MissReason.BELOW_THRESHOLD, ready, answers)
 
     def _cancel(
         self, request_id: RequestId, answers: list[Completion], reason: MissReason = MissReason.CANCELLED
@@ -211,9 +222,9 @@ class PrefetchActor:
             search.stopped = search.stopped or reason
             search.scope.cancel()
             return
-        prefix = self._state.prefixes.pop(request_id, None)
+        prefix = self._state.prefixes.get(request_id)
         if prefix is not None:
-            _end(self._state, prefix, reason, answers)
+            end_prefix(self._state, prefix, reason, answers)
 
     def _stop(self, request_id: RequestId) -> None:
         search = self._searches.get(request_id)
@@ -242,33 +253,38 @@ class PrefetchActor:
             goes_on = True
         finally:
             # Reached also when the actor stops or fails: the claim goes back and the engine hears of it.
-            search.accord.leave()
-            for _ in range(search.duplicates):
-                self._state.join_without(first_agreement(prefix.request.request_id))
-            del self._searches[prefix.request.request_id]
-            try:
-                if finished:
-                    self._conclude(prefix, answers)
-                else:
-                    _end(self._state, prefix, search.stopped or MissReason.STOPPED, answers)
-                self._follow_on(search, answers, goes_on=goes_on)
-            finally:
-                self._state.outbox.deliver(answers)
-                if not self._searches:
-                    self._idle.set()
-                self._poke()
+            stopped = search.stopped or MissReason.STOPPED
+            run_endings(
+                search.accord.leave,
+                partial(self._forget, search),
+                partial(self._conclude, prefix, answers)
+                if finished
+                else partial(end_prefix, self._state, prefix, stopped, answers),
+                *(partial(self._follow_on, later, answers, goes_on=goes_on) for later in search.behind),
+                partial(self._state.outbox.deliver, answers),
+                self._note_idle,
+                self._poke,
+            )
 
-    def _follow_on(self, search: _Search, answers: list[Completion], *, goes_on: bool) -> None:
-        """Answer the requests behind a search, or start them; an actor that ends starts nothing."""
-        for later in search.behind:
-            request = later.request
-            if later.ended is None and goes_on:
-                self._start(request, answers)
-                if later.asked_to_stop:
-                    self._stop(request.request_id)
-                continue
-            self._state.join_without(first_agreement(request.request_id))
-            _end(self._state, self._new_prefix(request), later.ended or MissReason.STOPPED, answers)
+    def _forget(self, search: _Search) -> None:
+        """Join for the duplicates, and let the request's id be used again."""
+        request_id = search.prefix.request.request_id
+        while search.duplicates:
+            search.duplicates -= 1
+            self._state.join_without(first_agreement(request_id))
+        self._searches.pop(request_id, None)
+
+    def _note_idle(self) -> None:
+        if not self._searches:
+            self._idle.set()
+
+    def _follow_on(self, later: _Behind, answers: list[Completion], *, goes_on: bool) -> None:
+        """Answer a request behind a search, or start it; an actor that ends starts nothing."""
+        if later.ended is None and goes_on:
+            self._start(later.request, answers, asked_to_stop=later.asked_to_stop)
+        else:
+            self._state.join_without(first_agreement(later.request.request_id))
+            end_prefix(self._state, self._new_prefix(later.request), later.ended or MissReason.STOPPED, answers)
 
     async def _settle_on_one_length(self, search: _Search) -> None:
         """Hold exactly the prefix that every rank holds; nothing if a rank has left."""
@@ -288,18 +304,29 @@ class PrefetchActor:
         prefix.truncate(layout)
         prefix.limit(longest(agreed), MissReason.RANKS_DISAGREED)
 
+    def _conclude_at_once(self, prefix: HeldPrefix, answers: list[Completion]) -> None:
+        self._begun.add(id(prefix.request))
+        run_endings(partial(self._conclude, prefix, answers))
+
     def _conclude(self, prefix: HeldPrefix, answers: list[Completion]) -> None:
-        """Hold the prefix for the engine if it is worth a restore, else end it here."""
+        """Hold the prefix for the engine if it is worth a restore, else end it here; what breaks off is ended too."""
+        try:
+            self._hold_or_end(prefix, answers)
+        except Exception:
+            end_prefix(self._state, prefix, MissReason.STOPPED, answers)
+            raise
+
+    def _hold_or_end(self, prefix: HeldPrefix, answers: list[Completion]) -> None:
         state = self._state
         prefix.truncate(state.device.layout)
         request_id = prefix.request.request_id
         if prefix.beyond_device < state.config.prefetch_threshold_pages:
             if prefix.failed:
-                _count_started(state, prefix)
+                count_started(state, prefix)
                 state.stats.prefetch.failed += 1
             self._end_without(prefix, answers)
             return
-        _count_started(state, prefix)
+        count_started(state, prefix)
         prefix.advance(Phase.READY)
         prefix.expires_at = anyio.current_time() + state.config.claim_lifetime_s
         state.prefixes[request_id] = prefix
@@ -325,28 +352,3 @@ class PrefetchActor:
                 self._state.outbox.deliver(answers)
         finally:
             self._expiry_runs = False
-
-
-def end_ready(state: LoopState, reason: MissReason) -> None:
-    """End every prefix that stands ready."""
-    answers: list[Completion] = []
-    for prefix in state.prefixes.values():
-        _end(state, prefix, reason, answers)
-    state.prefixes.clear()
-    state.outbox.deliver(answers)
-
-
-def _end(state: LoopState, prefix: HeldPrefix, reason: MissReason, answers: list[Completion]) -> None:
-    _count_started(state, prefix)
-    state.stats.prefetch.cancelled += 1
-    prefix.miss = reason
-    prefix.end()
-    account = prefix.account(prefix.request.device_pages, reason)
-    state.stats.settle(account)
-    answers.append(PrefetchCancelled(prefix.request.request_id, account))
-
-
-def _count_started(state: LoopState, prefix: HeldPrefix) -> None:
-    if not prefix.counted:
-        prefix.counted = True
-        state.stats.prefetch.started += 1

@@ -1,38 +1,37 @@
-"""How one request's missing pages are found in the store, confirmed, and brought to the host."""
+"""How one request's missing pages are brought from the store to the host."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import anyio
 import attrs
 import structlog
 
 from kvcr_actors.actors.accord import Accord
+from kvcr_actors.actors.completing import PageCompleter
 from kvcr_actors.actors.state import LoopState
 from kvcr_actors.actors.store_guard import GuardedStore
+from kvcr_actors.actors.surveying import PrefixSurvey
 from kvcr_actors.config import ControllerConfig
 from kvcr_actors.core.admission import PrefetchAdmission
 from kvcr_actors.core.failed_keys import FailedKeys
 from kvcr_actors.core.hit_policy import boundaries, longest, needed_masks
 from kvcr_actors.core.host_tier import HostPage, PageState
+from kvcr_actors.core.ledger import Claim
 from kvcr_actors.core.prefetch_state import HeldPrefix
-from kvcr_actors.errors import NoHostMemoryError
+from kvcr_actors.errors import ConfigError, NoHostMemoryError
 from kvcr_actors.ports import BatchOutcome, PageBatch, PageOutcome
+from kvcr_actors.runtime.endings import run_endings
 from kvcr_actors.runtime.operation import Operation
-from kvcr_actors.types import MissReason, PageKey, StopPolicy
+from kvcr_actors.types import MissReason, StopPolicy
 
 log = structlog.get_logger()
 
 _TRIES = 2
 """A read that fails is tried once more, never in a loop: the request recomputes."""
-
-_CONFIRMATIONS = 32
-"""The most boundaries of one prefix that a store is asked to confirm; the same on every rank."""
-
-_NOTHING_TO_CONFIRM = 1
-_GOES_ON, _CONFIRMED = 2, 1
 
 
 @attrs.define(eq=False)
@@ -51,18 +50,27 @@ class _Read:
 
 
 class PrefixReader:
-    """Extends a prefix page by page from the store; shared by all requests, so that their memory is bounded.
-
-    On several ranks the sequence of agreements is the same on each, whatever a rank has: which boundaries all could
-    restore, then, if any rank's store wants it, one for each boundary that they try to confirm.
-    """
+    """Extends a prefix page by page from the store; shared by all requests, so that their memory is bounded."""
 
     def __init__(self, state: LoopState) -> None:
         self._state = state
         config = state.config
+        if 0 < state.host.capacity < config.prefetch_threshold_pages:
+            raise ConfigError(
+                f"prefetch_threshold_pages {config.prefetch_threshold_pages} is more than the {state.host.capacity} "
+                "pages of the host: no prefix would ever be used; lower it, or enlarge the host"
+            )
         self._failed = FailedKeys(config.failed_read_pause_s)
         self._loaded = 0
         self._admission: PrefetchAdmission | None = None
+        self._survey = PrefixSurvey(state, self._failed)
+        self._completer = PageCompleter(state)
+
+    @property
+    def _limits(self) -> PrefetchAdmission:
+        if self._admission is None:
+            self._admission = prefetch_admission(self._state.config, self._state.host.capacity)
+        return self._admission
 
     async def read(self, prefix: HeldPrefix, accord: Accord) -> None:
         """Extend the prefix as far as the store can; says in `prefix.miss` why it ends where it ends.
@@ -77,12 +85,12 @@ class PrefixReader:
             await self._read(prefix, accord, store)
 
     async def _read(self, prefix: HeldPrefix, accord: Accord, store: GuardedStore) -> None:
-        keys = prefix.request.keys
+        keys, layout = prefix.request.keys, self._state.device.layout
         masks: list[int] | None = None
         while True:
             self._catch_up(prefix)
             start = len(prefix.pages)
-            if start == len(keys) and not (accord.is_shared and masks is None):
+            if masks is None and start == len(keys) and not accord.is_shared and prefix.is_whole(layout):
                 return
             filling = self._state.host.get(keys[start]) if start < len(keys) else None
             stuck = filling is not None and self._state.is_stuck(filling)
@@ -92,11 +100,12 @@ class PrefixReader:
             if filling is not None and not stuck:
                 await self._state.filled(filling)
             elif masks is None:
-                masks = await self._agreed_masks(prefix, accord, store)
+                masks = await self._survey.masks(prefix, accord, store)
             else:
                 wanted = masks[start : start + self._state.host.absent_run(keys[start:])]
                 with self._state.reading():
-                    await self._fill(prefix, wanted, store)
+                    if await self._complete(prefix, masks, store):
+                        await self._fill(prefix, wanted, store)
                 if self._state.config.refresh_store:
                     # Batches were read head first; the tail must be the first to leave.
                     store.align(keys)
@@ -104,10 +113,7 @@ class PrefixReader:
 
     async def join(self, prefix: HeldPrefix, accord: Accord) -> None:
         """Make the agreements that come before the last with what is held, for a search that reads no more."""
-        legal, any_confirms = await self._agree(prefix, (), accord, confirms=False)
-        if any_confirms:
-            await self._confirm(prefix, legal, accord, None)
-        accord.reach_last()
+        await self._survey.join(prefix, accord)
 
     def _catch_up(self, prefix: HeldPrefix) -> None:
         """Take in pages that became ready meanwhile, for another request."""
@@ -115,67 +121,25 @@ class PrefixReader:
         if len(found) > len(prefix.pages):
             prefix.extend(found[len(prefix.pages) :])
 
-    async def _agreed_masks(self, prefix: HeldPrefix, accord: Accord, store: GuardedStore) -> list[int]:
-        """Ask the store, agree with the other ranks; returns the pools to read of each page, for the longest prefix."""
-        held = len(prefix.pages)
-        found = await self._lookup(prefix.request.keys[held:], prefix, store)
-        masks = [*(page.mask for page in prefix.pages), *found]
-        confirms = store.traits.requires_confirmation
-        legal, any_confirms = await self._agree(prefix, found, accord, confirms=confirms)
-        if not any_confirms:
-            accord.reach_last()
-            return masks[: longest(legal)]
-        length = await self._confirm(prefix, legal, accord, store if confirms else None)
-        accord.reach_last()
-        # What was promised beyond the need of this boundary was not confirmed.
-        needed = needed_masks(self._state.device.layout, length)
-        return [mask & need for mask, need in zip(masks[:length], needed, strict=True)] if confirms else masks[:length]
-
-    async def _agree(
-        self, prefix: HeldPrefix, found: Sequence[int], accord: Accord, *, confirms: bool
-    ) -> tuple[int, bool]:
-        """The boundaries that every rank could restore, and whether any rank's store must confirm them."""
-        bits = boundaries([*(page.mask for page in prefix.pages), *found], self._state.device.layout)
-        agreed = await accord.agree(bits << 1 | (0 if confirms else _NOTHING_TO_CONFIRM))
-        return agreed >> 1, not agreed & _NOTHING_TO_CONFIRM
-
-    async def _confirm(self, prefix: HeldPrefix, legal: int, accord: Accord, store: GuardedStore | None) -> int:
-        """Try boundaries from the longest down; the first that every rank could confirm, 0 if none.
-
-        A rank that has left votes against going on, and so every rank leaves in the same round.
-        """
-        for _ in range(_CONFIRMATIONS):
-            length = longest(legal)
-            if not length:
-                break
-            confirmed = store is None or length <= len(prefix.pages) or await self._delivered(prefix, length, store)
-            vote = await accord.agree(_GOES_ON | (_CONFIRMED if confirmed else 0))
-            if not vote & _GOES_ON:
-                break
-            if vote & _CONFIRMED:
-                return length
-            legal &= (1 << length) - 1
-        return 0
-
-    async def _delivered(self, prefix: HeldPrefix, length: int, store: GuardedStore) -> bool:
-        traits = store.traits
-        confirmation = store.confirm(prefix.request.keys[:length], prefix.request.request_id)
-        with anyio.move_on_after(traits.read_budget_s + traits.read_budget_page_s * length):
-            return await confirmation.outcome()
-        prefix.miss = MissReason.DEADLINE
-        return False
-
-    async def _lookup(self, keys: Sequence[PageKey], prefix: HeldPrefix, store: GuardedStore) -> Sequence[int]:
-        traits = store.traits
-        lookup = store.lookup(keys, prefix.request.request_id)
-        with anyio.move_on_after(traits.read_budget_s + traits.read_budget_page_s * len(keys)):
-            masks = await lookup.outcome()
-            trusted = self._failed.trusted(keys, masks, anyio.current_time())
-            if trusted < len(keys) and masks[trusted : trusted + 1] and masks[trusted]:
-                prefix.miss = MissReason.READ_FAILED
-            return masks[:trusted]
-        prefix.fail(MissReason.DEADLINE)
-        return ()
+    async def _complete(self, prefix: HeldPrefix, masks: Sequence[int], store: GuardedStore) -> bool:
+        """Bring what the prefix of these masks needs of pages that the host holds in part; whether all came."""
+        needed = needed_masks(self._state.device.layout, len(masks))
+        lacking = [
+            (page, mask & need & ~page.mask)
+            for page, mask, need in zip(prefix.pages, masks, needed, strict=False)
+            if mask & need & ~page.mask
+        ]
+        if not lacking:
+            return True
+        if (refusal := self._limits.admit(len(lacking), self._loaded)) is not None:
+            prefix.miss = refusal
+            return False
+        self._loaded += len(lacking)
+        prefix.when_ended(lambda: self._unload(len(lacking)))
+        failed = await self._completer.complete(prefix, lacking, store)
+        if failed is not None:
+            self._failed.note(failed, anyio.current_time())
+        return all(not mask & ~page.mask for page, mask in lacking)
 
     async def _fill(self, prefix: HeldPrefix, masks: Sequence[int], store: GuardedStore) -> None:
         """Reserve host slots for the pages that the store has, and read them in batches."""
@@ -188,12 +152,10 @@ class PrefixReader:
             if beyond_device > 0:
                 prefix.miss = MissReason.BELOW_THRESHOLD
             return
-        if self._admission is None:
-            self._admission = prefetch_admission(state.config, state.host.capacity)
-        refusal = self._admission.admit(len(masks), self._loaded)
+        refusal = self._limits.admit(len(masks), self._loaded)
         if refusal is not None:
             prefix.miss = refusal
-            masks = self._cut(prefix, masks, self._admission.room(self._loaded))
+            masks = self._cut(prefix, masks, self._limits.room(self._loaded))
             if start + len(masks) - prefix.request.device_pages < max(1, state.config.prefetch_threshold_pages):
                 return
         keys = prefix.request.keys[start : start + len(masks)]
@@ -205,20 +167,25 @@ class PrefixReader:
         # Counted until the prefix ends, and pages under a read that is not quiet as well: prefetches took that memory.
         self._loaded += len(pages)
         reads: list[_Read] = []
-        claim = state.ledger.take("read", prefix.request.request_id, lambda: self._give_back(prefix, pages, reads))
+        give_back = partial(run_endings, partial(self._give_back, prefix, pages, reads))
+        claim = state.ledger.take("read", prefix.request.request_id, give_back)
         try:
             state.publish_changes()
             await self._read_all(prefix, pages, reads, store)
         finally:
-            # Those before the last are quiet, else it would not have begun.
-            last = reads[-1] if reads else None
-            if last is None:
-                claim.release()
-            else:
-                if not last.operation.is_quiet:
-                    # One that was merely cancelled has the rest of its time to come in for others.
-                    state.leave_fill(pages, -math.inf if last.is_given_up else last.late_at)
-                state.release_when_quiet(last.operation, claim, len(last.pages) * state.device.layout.page_bytes)
+            run_endings(partial(self._leave, pages, reads, claim))
+
+    def _leave(self, pages: Sequence[HostPage], reads: Sequence[_Read], claim: Claim) -> None:
+        """Follow the reads no longer. Those before the last are quiet, else it would not have begun."""
+        state = self._state
+        last = reads[-1] if reads else None
+        if last is None:
+            state.release_when_quiet(None, claim, 0)
+            return
+        if not last.operation.is_quiet:
+            # One that was merely cancelled has the rest of its time to come in for others.
+            state.leave_fill(pages, -math.inf if last.is_given_up else last.late_at)
+        state.release_when_quiet(last.operation, claim, len(last.pages) * state.device.layout.page_bytes)
 
     def _cut(self, prefix: HeldPrefix, masks: Sequence[int], room: int) -> Sequence[int]:
         """The longest part of what is missing that a restore could end in and that there is room for."""
@@ -290,7 +257,16 @@ class PrefixReader:
     def _give_back(self, prefix: HeldPrefix, pages: Sequence[HostPage], reads: Sequence[_Read]) -> None:
         """All reads are quiet: what came too late for the request is kept for others, the rest goes back."""
         state = self._state
-        state.end_fill(pages)
+        run_endings(
+            partial(state.end_fill, pages),
+            partial(self._keep_landed, reads),
+            partial(state.abandon_unfilled, pages),
+            state.publish_changes,
+            partial(prefix.when_ended, lambda: self._unload(len(pages))),
+        )
+
+    def _keep_landed(self, reads: Sequence[_Read]) -> None:
+        """Commit what the last read brought for nobody in particular."""
         if reads and (landed := reads[-1].landed()) is not None:
             late: list[HostPage] = []
             for page, outcome in zip(reads[-1].pages, landed.pages, strict=True):
@@ -298,10 +274,7 @@ class PrefixReader:
                     break
                 if page.state is PageState.FILLING:
                     late.append(page)
-            state.commit(late)
-        prefix.when_ended(lambda: self._unload(len(pages)))
-        state.abandon_unfilled(pages)
-        state.publish_changes()
+            self._state.commit(late)
 
     def _unload(self, pages: int) -> None:
         self._loaded -= pages
@@ -319,12 +292,14 @@ class PrefixReader:
 
 def prefetch_admission(config: ControllerConfig, capacity_pages: int) -> PrefetchAdmission:
     """The bounds on what prefetches may take of the host; ConfigError if no prefetch could ever start."""
-    return PrefetchAdmission(
-        threshold_pages=1,
+    limits = PrefetchAdmission(
+        threshold_pages=config.prefetch_threshold_pages,
         capacity_pages=capacity_pages,
         reserve_fraction=config.host_reserve_fraction,
         in_flight_limit=config.prefetch_in_flight_pages,
     )
+    # The threshold counts what the host holds of a prefix as well: a read of one page may be the rest of a long one.
+    return attrs.evolve(limits, threshold_pages=1)
 
 
 def _page_batch(pages: Sequence[HostPage]) -> PageBatch:

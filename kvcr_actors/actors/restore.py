@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import anyio
@@ -15,6 +16,7 @@ from kvcr_actors.core.copy_plan import Direction, plan_copy
 from kvcr_actors.core.prefetch_state import HeldPrefix, Phase
 from kvcr_actors.messages import RestoreFinished, RestoreStep
 from kvcr_actors.ports import CopyOutcome
+from kvcr_actors.runtime.endings import run_endings
 from kvcr_actors.runtime.operation import Operation
 from kvcr_actors.types import NO_SLOT, Components, MissReason, RestoreOrder
 
@@ -41,13 +43,13 @@ class RestoreActor:
         self._state = state
         self._tasks = tasks
         self._poke = poke
-        self._open = 0
+        self._open: set[Operation[CopyOutcome]] = set()
         self._idle = anyio.Event()
 
     @property
     def busy(self) -> int:
         """Submits in flight."""
-        return self._open
+        return len(self._open)
 
     async def handle(self, batch: Sequence[RestoreStep]) -> None:
         """Submit each step's orders together."""
@@ -73,7 +75,7 @@ class RestoreActor:
 
     def describe(self) -> dict[str, Any]:
         """Copies in flight and restored pages, for people."""
-        return {"in_flight": self._open, "restored_pages": self._state.stats.restored_pages}
+        return {"in_flight": self.busy, "restored_pages": self._state.stats.restored_pages}
 
     def _submit(self, step: RestoreStep) -> None:
         state = self._state
@@ -89,7 +91,7 @@ class RestoreActor:
                 copy = state.device.submit(plan, step.fence)
                 state.stats.restore_submits += 1
                 self._tasks.start_soon(self._follow, copy, copying, name="restore")
-                self._open += 1
+                self._open.add(copy)
             handed_over = True
         finally:
             if handed_over or copy is None:
@@ -127,18 +129,18 @@ class RestoreActor:
                 outcome = None
         finally:
             # The claims stay while the copy may still read the slots.
-            self._settle(copy, taken, outcome)
-            self._open -= 1
-            if not self._open:
-                self._idle.set()
-            self._poke()
+            run_endings(partial(self._settle, copy, taken, outcome), partial(self._forget, copy), self._poke)
+
+    def _forget(self, copy: Operation[CopyOutcome]) -> None:
+        self._open.discard(copy)
+        if not self._open:
+            self._idle.set()
 
     def _settle(self, copy: Operation[CopyOutcome], taken: Sequence[_Taken], outcome: CopyOutcome | None) -> None:
         state = self._state
         if not copy.is_quiet:
             size = sum(one.order.count for one in taken) * state.device.layout.page_bytes
-            claim = state.ledger.take("restore", "late copy", lambda: self._finish(taken, ok=False))
-            state.release_when_quiet(copy, claim, size)
+            self._finish_when_quiet(copy, taken, size)
             return
         failed: Mapping[int, str] = {} if outcome is None else outcome.failed
         for pool, error in failed.items():
@@ -147,24 +149,31 @@ class RestoreActor:
         self._finish([one for one in taken if one not in hurt], ok=outcome is not None)
         self._finish(hurt, ok=False)
 
+    def _finish_when_quiet(self, copy: Operation[CopyOutcome], taken: Sequence[_Taken], size: int) -> None:
+        finish = partial(run_endings, partial(self._finish, taken, ok=False))
+        claim = self._state.ledger.take("restore", "late copy", finish)
+        run_endings(partial(self._state.release_when_quiet, copy, claim, size))
+
     def _finish(self, taken: Sequence[_Taken], *, ok: bool) -> None:
         """Release the prefixes and tell the engine how far the device has each."""
-        state = self._state
-        totals = state.stats.prefetch
         answers: list[RestoreFinished] = []
-        for one in taken:
-            order = one.order
-            used = one.first + order.count if ok else one.first
-            if not ok:
-                totals.failed += 1
-            elif order.count:
-                totals.used += 1
-                state.stats.restored_pages += order.count
-            else:
-                totals.cancelled += 1
-            one.prefix.end()
-            drop = MissReason.NOT_RESTORED if ok else MissReason.RESTORE_FAILED
-            account = one.prefix.account(used, drop, one.first)
-            state.stats.settle(account)
-            answers.append(RestoreFinished(order.request_id, used, account))
-        state.outbox.deliver(answers)
+        endings = [partial(self._end, one, answers, ok=ok) for one in taken]
+        run_endings(*endings, partial(self._state.outbox.deliver, answers))
+
+    def _end(self, one: _Taken, answers: list[RestoreFinished], *, ok: bool) -> None:
+        order, prefix, stats = one.order, one.prefix, self._state.stats
+        if not prefix.is_over:
+            prefix.end()
+        if prefix.answered:
+            return
+        used = one.first + order.count if ok else one.first
+        account = prefix.account(used, MissReason.NOT_RESTORED if ok else MissReason.RESTORE_FAILED, one.first)
+        answers.append(prefix.answer(RestoreFinished(order.request_id, used, account)))
+        stats.settle(account)
+        if not ok:
+            stats.prefetch.failed += 1
+        elif order.count:
+            stats.prefetch.used += 1
+            stats.restored_pages += order.count
+        else:
+            stats.prefetch.cancelled += 1

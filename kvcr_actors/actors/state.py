@@ -184,14 +184,17 @@ class LoopState:
         return page in self._left and self._left[page] <= anyio.current_time()
 
     def release_when_quiet(self, operation: Operation[Any] | None, claim: Claim, size: int) -> None:
-        """End a claim now if native code no longer touches its memory (`size` bytes), else quarantine it until then."""
+        """End a claim now if native code no longer touches its memory (`size` bytes), else quarantine it until then.
+
+        Where that broke off half way it can be asked for again.
+        """
         if operation is None:
-            claim.release()
+            _release_if_open(claim)
             return
         if not operation.is_quiet:
             claim.quarantine(size)
             log.warning("claim.quarantined", kind=claim.kind, holder=claim.holder, bytes=size)
-        operation.when_quiet(claim.release)
+        operation.when_quiet(lambda: _release_if_open(claim))
 
     def publish_changes(self) -> None:
         """Publish what changed in the host tier, and poison freed slots where that is asked for."""
@@ -246,3 +249,8 @@ class LoopState:
                 event = self._fills.pop(page, None)
                 if event is not None:
                     event.set()
+
+
+def _release_if_open(claim: Claim) -> None:
+    if not claim.is_released:
+        claim.release()

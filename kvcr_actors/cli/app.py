@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
+from types import FrameType
 from typing import NoReturn
 
 from cyclopts import App, CycloptsError
@@ -17,7 +19,7 @@ from kvcr_actors.errors import ConfigError, KvcrActorsError, ReplayError, StoreE
 from kvcr_actors.logs import configure_logging
 
 PROGRAM = "kvcr-actors"
-EXIT_HEALTHY, EXIT_UNHEALTHY, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
+EXIT_HEALTHY, EXIT_UNHEALTHY, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_TERMINATED = 0, 1, 2, 130, 143
 
 app = App(
     name=PROGRAM,
@@ -33,21 +35,30 @@ app.command(events)
 app.command(simulate)
 
 
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM ends a command the way Ctrl-C does: what it began is undone or drained."""
+
+
 def main() -> NoReturn:
     """Run the command line of this process, and exit with its status."""
+    signal.signal(signal.SIGTERM, _terminate)
     status = run(sys.argv[1:])
     _flush_quietly()
     sys.exit(status)
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command and give its exit status: 0 healthy, 1 unhealthy, 2 bad input, 130 interrupted.
+    """Run one command and give its exit status: 0 healthy, 1 unhealthy, 2 bad input, 130 interrupted, 143 terminated.
 
     Every error that a user can mend is one line on standard error.
     """
     command = next((word for word in arguments if not word.startswith("-")), "")
     name = f"{PROGRAM} {command}" if command in app else PROGRAM
     return _guarded(lambda: _dispatch(arguments), name)
+
+
+def _terminate(number: int, frame: FrameType | None) -> NoReturn:
+    raise _Terminated
 
 
 def _dispatch(arguments: Sequence[str]) -> int:
@@ -58,6 +69,9 @@ def _dispatch(arguments: Sequence[str]) -> int:
 def _guarded(call: Callable[[], int], name: str) -> int:
     try:
         return call()
+    except _Terminated:
+        _complain(name, "terminated; no output was written")
+        return EXIT_TERMINATED
     except KeyboardInterrupt:
         _complain(name, "interrupted; no output was written")
         return EXIT_INTERRUPTED

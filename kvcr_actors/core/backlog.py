@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import assert_never
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Final, assert_never
 
 from kvcr_actors.core.inventory import (
     BlocksRemoved,
@@ -17,6 +17,7 @@ from kvcr_actors.core.inventory import (
 )
 from kvcr_actors.types import PageKey, Tier
 
+_PART_KEYS: Final = 4_096
 _HOLDINGS: tuple[Holding, ...] = tuple((tier, owner) for tier in Tier for owner in Ownership)
 
 
@@ -35,6 +36,7 @@ class EventBacklog:
         self._limit = limit
         self._queue: deque[InventoryEvent] = deque()
         self._changes = 0
+        self._uncoalesced = 0
 
     def __len__(self) -> int:
         """Key changes that wait."""
@@ -44,8 +46,11 @@ class EventBacklog:
         """Queue events. `coalesce=False` keeps the cost in proportion to `events`: past the limit it only drops."""
         for event in events:
             self._queue.append(event)
-            self._changes += weight(event)
-        if self._changes > self._limit and coalesce:
+            changes = weight(event)
+            self._changes += changes
+            self._uncoalesced += changes
+        # Not for every few changes that come to a full queue: it costs as much as all that waits.
+        if coalesce and self._changes > self._limit and 4 * self._uncoalesced >= self._limit:
             self._coalesce()
         while self._changes > self._limit:
             event = self._queue.popleft()
@@ -66,62 +71,63 @@ class EventBacklog:
     def _coalesce(self) -> None:
         """Replace the queue by its net effect: clears, then removals, then stores, each in their own last order."""
         before = self._changes
-        nets = {holding: _NetChange() for holding in _HOLDINGS}
+        nets = {holding: _NetChange(holding, self.index.holding(*holding)) for holding in _HOLDINGS}
         for event in self._queue:
             nets[event.tier, event.ownership].add(event)
         self._queue.clear()
         for phase in (_NetChange.clears, _NetChange.removals, _NetChange.stores):
-            for holding, net in nets.items():
-                self._queue.extend(phase(net, holding))
+            for net in nets.values():
+                self._queue.extend(phase(net))
+        self._uncoalesced = 0
         self._changes = sum(map(weight, self._queue))
         self.coalesced += before - self._changes
 
 
 class _NetChange:
-    """What a run of events does to one holding, whatever happened in between."""
+    """What a run of events does to what one holding held before, whatever happened in between."""
 
-    def __init__(self) -> None:
+    def __init__(self, holding: Holding, held: Mapping[PageKey, PageKey | None]) -> None:
+        self._holding = holding
+        self._held: Mapping[PageKey, PageKey | None] = held
         self._cleared = False
         self._stored: dict[PageKey, PageKey | None] = {}
         self._removed: dict[PageKey, None] = {}
-        self._replaced: dict[PageKey, None] = {}
-        """Removed first and stored again: held before and after, so nothing to tell."""
 
     def add(self, event: InventoryEvent) -> None:
         match event:
             case BlocksStored():
                 for key, parent in zip(event.keys, event.parents, strict=True):
-                    if key in self._removed:
-                        del self._removed[key]
-                        self._replaced[key] = None
-                    else:
-                        self._stored[key] = parent
+                    self._removed.pop(key, None)
+                    self._stored.setdefault(key, parent)
             case BlocksRemoved():
                 for key in event.keys:
-                    if key in self._stored:
-                        del self._stored[key]
-                    else:
-                        self._replaced.pop(key, None)
-                        self._removed[key] = None
+                    self._stored.pop(key, None)
+                    self._removed.setdefault(key)
             case TierCleared():
-                self._cleared = True
-                for changes in (self._stored, self._removed, self._replaced):
-                    changes.clear()
+                self._cleared, self._held = True, {}
+                self._stored.clear()
+                self._removed.clear()
             case _:
                 assert_never(event)
 
-    def clears(self, holding: Holding) -> Sequence[InventoryEvent]:
-        return [TierCleared(*holding)] if self._cleared else []
+    def clears(self) -> Sequence[InventoryEvent]:
+        return [TierCleared(*self._holding)] if self._cleared else []
 
-    def removals(self, holding: Holding) -> Sequence[InventoryEvent]:
-        tier, owner = holding
-        return [BlocksRemoved(tier, tuple(self._removed), owner)] if self._removed else []
+    def removals(self) -> Sequence[InventoryEvent]:
+        tier, owner = self._holding
+        gone = [key for key in self._removed if key in self._held]
+        return [BlocksRemoved(tier, part, owner) for part in _parts(gone)]
 
-    def stores(self, holding: Holding) -> Sequence[InventoryEvent]:
-        if not self._stored:
-            return []
-        tier, owner = holding
-        return [BlocksStored(tier, tuple(self._stored), tuple(self._stored.values()), owner)]
+    def stores(self) -> Sequence[InventoryEvent]:
+        tier, owner = self._holding
+        new = [key for key in self._stored if key not in self._held]
+        return [BlocksStored(tier, part, tuple(self._stored[key] for key in part), owner) for part in _parts(new)]
+
+
+def _parts(keys: Sequence[PageKey]) -> Iterator[tuple[PageKey, ...]]:
+    """Cut a holding's keys into events: one for all would have to be dropped, or told, at once."""
+    for start in range(0, len(keys), _PART_KEYS):
+        yield tuple(keys[start : start + _PART_KEYS])
 
 
 def weight(event: InventoryEvent) -> int:

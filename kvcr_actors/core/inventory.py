@@ -8,6 +8,7 @@ from typing import TypeAlias, assert_never
 
 import attrs
 
+from kvcr_actors.errors import InvalidNodeError
 from kvcr_actors.types import PageKey, Tier
 
 
@@ -26,6 +27,10 @@ class BlocksStored:
     keys: tuple[PageKey, ...]
     parents: tuple[PageKey | None, ...]
     ownership: Ownership = Ownership.ENGINE
+
+    def __attrs_post_init__(self) -> None:
+        if len(self.keys) != len(self.parents):
+            raise InvalidNodeError(f"{len(self.keys)} keys were stored with {len(self.parents)} parents; give one each")
 
 
 @attrs.frozen

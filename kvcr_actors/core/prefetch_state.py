@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import attrs
 
 from kvcr_actors.core.accounting import PrefixOutcome, RequestAccount, settle
-from kvcr_actors.core.hit_policy import boundaries, longest
+from kvcr_actors.core.hit_policy import boundaries, longest, needed_masks
 from kvcr_actors.core.host_tier import HostPage, HostTier
 from kvcr_actors.core.ledger import Claim, ClaimLedger
 from kvcr_actors.types import CacheLayout, MissReason, PrefetchRequest
+
+AnswerT = TypeVar("AnswerT")
 
 
 class Phase(enum.Enum):
@@ -53,8 +56,11 @@ class HeldPrefix:
     """Whether a store operation failed on the way."""
     counted: bool = False
     """Whether it counts as a started prefetch: it held, or tried to read, pages that the device lacks."""
+    answered: bool = False
+    """Whether the engine was told how it ended."""
     _claim: Claim | None = None
     _pinned: HostPage | None = None
+    _over: bool = False
     _when_ended: list[Callable[[], None]] = attrs.field(factory=list[Callable[[], None]])
 
     def advance(self, phase: Phase) -> None:
@@ -85,6 +91,18 @@ class HeldPrefix:
         """The lengths of what is held that every pool can restore, as a bit set."""
         return boundaries([page.mask for page in self.pages], layout)
 
+    def first_incomplete(self, layout: CacheLayout) -> int:
+        """The first page that lacks something which a restore of all pages held needs; how many are held if none."""
+        needed = needed_masks(layout, len(self.pages))
+        lacking = (
+            index for index, (page, need) in enumerate(zip(self.pages, needed, strict=True)) if need & ~page.mask
+        )
+        return next(lacking, len(self.pages))
+
+    def is_whole(self, layout: CacheLayout) -> bool:
+        """Whether all pages held can be restored as they are."""
+        return longest(self.boundaries(layout)) == len(self.pages)
+
     def truncate(self, layout: CacheLayout) -> None:
         """Keep only the longest part that every pool can restore; what goes was INCOMPLETE."""
         self.limit(longest(self.boundaries(layout)), MissReason.INCOMPLETE)
@@ -112,13 +130,25 @@ class HeldPrefix:
         else:
             self._when_ended.append(call)
 
+    def answer(self, completion: AnswerT) -> AnswerT:
+        """Note that the engine is told by `completion` how the prefix ended, and return it."""
+        self.answered = True
+        return completion
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it was ended, and nothing of it is left."""
+        return self._over
+
     def end(self) -> None:
-        """Enter the last phase and release the claim."""
-        self.advance(Phase.ENDED)
-        if self._claim is not None:
+        """Enter the last phase and release the claim, once; an end that broke off half way is taken up again."""
+        if self._over or self.phase is not Phase.ENDED:
+            self.advance(Phase.ENDED)
+        if self._claim is not None and not self._claim.is_released:
             self._claim.release()
-        for call in self._when_ended:
-            call()
+        while self._when_ended:
+            self._when_ended.pop(0)()
+        self._over = True
 
     def account(self, used: int, drop: MissReason, device: int | None = None) -> RequestAccount:
         """Account for the request: the device has its prefix up to page `used` and had `device` of it by itself."""

@@ -7,6 +7,7 @@ once a step. The book makes nodes, parents first, and pins each node's deepest p
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any, Generic, TypeVar
@@ -17,6 +18,9 @@ from kvcr_actors.core.prefix_tree import PrefixTree, TreePage
 from kvcr_actors.errors import ConfigError
 from kvcr_actors.types import BackupNode, Components, NodeId, PageKey, SkipReason, WritePolicy
 
+_PARENT_TRIES = 2
+"""With write-back: a page that the host lacks the parents of is asked for again, once, together with them."""
+
 
 class Backup(enum.Enum):
     """What the engine believes of a page's copy in host memory."""
@@ -25,17 +29,21 @@ class Backup(enum.Enum):
     PENDING = "pending"
     DONE = "done"
     REFUSED = "refused"
-    """It was not to be had when the page had to go; the page goes without."""
+    """It was not to be had when the page had to go; the page goes without, unless a page below it takes it along."""
 
 
 class SavedPage(TreePage):
-    """A page on the device: how often it was asked for, and its backup. `payload` is the engine's."""
+    """A page on the device: how often it was asked for, and its backup. `payload` is the engine's.
 
-    __slots__ = ("backup", "hits")
+    `parentless` counts the backups of it that failed since its last because the host lacked its parents.
+    """
+
+    __slots__ = ("backup", "hits", "parentless")
 
     def __init__(self, key: PageKey, parent: Any, payload: Any, ready: bool) -> None:
         super().__init__(key, parent, payload, ready)
         self.hits = 0
+        self.parentless = 0
         self.backup = Backup.NONE
 
 
@@ -68,6 +76,8 @@ class WriteBook(Generic[PageT]):
         self._settings = settings
         self._ids = count(1)
         self._open: dict[NodeId, Sequence[PageT]] = {}
+        self.refused: Counter[SkipReason] = Counter()
+        """With write-back: pages given up, by the reason of their last failure."""
 
     @property
     def open_nodes(self) -> int:
@@ -96,9 +106,13 @@ class WriteBook(Generic[PageT]):
     def acknowledge(self, done: Sequence[NodeId], failed: Sequence[tuple[NodeId, SkipReason]]) -> None:
         """Note what the host has now, and let the pages go."""
         for node_id in done:
-            self._settle(node_id, Backup.DONE)
+            for page in self._close(node_id):
+                page.backup, page.parentless = Backup.DONE, 0
         for node_id, reason in failed:
-            pages = self._settle(node_id, self._after_failure(reason))
+            pages = self._close(node_id)
+            for page in pages:
+                if page.backup is Backup.PENDING:
+                    page.backup = self._after_failure(page, reason)
             if reason is SkipReason.PARENT_ABSENT:
                 # The host let the parents go: the next node of this path begins where they began.
                 for page in path_of(pages[0])[:-1]:
@@ -120,15 +134,22 @@ class WriteBook(Generic[PageT]):
             self._tree.restore(page)
         return [page for page in victims if page.backup is Backup.NONE]
 
-    def _after_failure(self, reason: SkipReason) -> Backup:
+    def _after_failure(self, page: PageT, reason: SkipReason) -> Backup:
+        if self._settings.policy is not WritePolicy.WRITE_BACK:
+            return Backup.NONE
+        page.parentless += reason is SkipReason.PARENT_ABSENT
+        if reason is SkipReason.PARENT_ABSENT and page.parentless < _PARENT_TRIES:
+            return Backup.NONE
         # Write-back asks only when a page must go: it goes, and is computed again when it is asked for.
-        leaves = self._settings.policy is WritePolicy.WRITE_BACK and reason is not SkipReason.PARENT_ABSENT
-        return Backup.REFUSED if leaves else Backup.NONE
+        self.refused[reason] += 1
+        return Backup.REFUSED
 
     def _node(self, path: Sequence[PageT]) -> BackupNode | None:
         first = next((index for index, page in enumerate(path) if page.backup is Backup.NONE), None)
         if first is None:
             return None
+        while first and path[first - 1].backup is Backup.REFUSED:
+            first -= 1  # The host lacks it, and without it nothing below it can be backed up.
         pages = path[first:]
         for page in pages:
             if page.backup is Backup.NONE:
@@ -144,11 +165,9 @@ class WriteBook(Generic[PageT]):
         self._open[node.node_id] = pages
         return node
 
-    def _settle(self, node_id: NodeId, backup: Backup) -> Sequence[PageT]:
+    def _close(self, node_id: NodeId) -> Sequence[PageT]:
+        """The pages of a node whose ack came; they may be evicted again."""
         pages = self._open.pop(node_id)
-        for page in pages:
-            if page.backup is Backup.PENDING or backup is Backup.DONE:
-                page.backup = backup
         self._tree.unpin(pages[-1])
         return pages
 

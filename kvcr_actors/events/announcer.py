@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import attrs
 
@@ -19,11 +19,14 @@ from kvcr_actors.core.inventory import (
 from kvcr_actors.core.keys import router_key
 from kvcr_actors.core.ordering import leaves_first, parents_first
 from kvcr_actors.events.chain import Chain, Limits
+from kvcr_actors.events.children import ChildTable
 from kvcr_actors.events.contexts import ContextSource
 from kvcr_actors.events.wire import AllBlocksCleared, BlockRemoved, Dialect, WireEvent, WireHash
 from kvcr_actors.types import PageKey, Tier
 
 _Parents = Mapping[PageKey, PageKey | None]
+_DEVICE: Final[Holding] = (Tier.DEVICE, Ownership.ENGINE)
+"""Readers keep a tree of these, and of no other holding."""
 
 
 @attrs.define
@@ -37,7 +40,7 @@ class AnnounceTotals:
     unknown: int = 0
     """Stored, and not announced: nobody said what they were computed from."""
     inexpressible: int = 0
-    """Not announced: the dialect has no words for them, or they do not fit one event."""
+    """Not announced: the dialect has no words for them or their tokens, or they do not fit one event."""
 
 
 class Announcer:
@@ -55,7 +58,7 @@ class Announcer:
         self._silent: dict[Holding, dict[PageKey, PageKey | None]] = {
             (tier, owner): {} for tier in Tier for owner in Ownership
         }
-        self._children: dict[PageKey, int] = {}
+        self._children = ChildTable()
         self._cut_off: dict[PageKey, PageKey | None] = {}
 
     def apply(self, event: InventoryEvent, index: InventoryIndex) -> list[WireEvent]:
@@ -67,6 +70,9 @@ class Announcer:
                 fresh = _fresh(event, held)
                 known = self._known_by_now(event.keys)
                 index.apply(event)
+                if (own := known.pop(holding, None)) is not None:
+                    new = {**fresh, **own}  # one may be the other's parent
+                    fresh = {key: new[key] for key in parents_first(new)}
                 told = list(self._announce(holding, fresh, held))
                 for other, late in known.items():
                     told.extend(self._announce(other, late, index.holding(*other)))
@@ -108,15 +114,12 @@ class Announcer:
 
     def _announce(self, holding: Holding, pages: _Parents, held: _Parents) -> Iterator[WireEvent]:
         """Announce pages in the order given, as few chains as they make."""
-        tier, owner = holding
-        if owner is Ownership.STORE and not self._dialect.ownership:
+        if holding[1] is Ownership.STORE and not self._dialect.ownership:
             self.totals.inexpressible += len(pages)
             return
         silent = self._silent[holding]
-        find, block_hash = self._contexts.find, self._dialect.block_hash
-        children, cut_off = self._children, self._cut_off
+        find = self._contexts.find
         chain: Chain | None = None
-        last: PageKey | None = None
         for key, parent in pages.items():
             origin = find(key)
             if origin is None:
@@ -124,24 +127,33 @@ class Announcer:
                 silent[key] = parent
                 continue
             context, page = origin
-            if chain is None or parent != last or not chain.takes(context):
+            if chain is None or not chain.takes(parent, context):
                 if chain is not None:
-                    yield chain.event(holding, self._dialect)
+                    yield from self._tell(chain, holding, pages, held)
                 chain = Chain(parent, context, self._limits)
-                if not chain.room:
-                    self.totals.inexpressible += 1
-                    silent[key] = parent
-                    chain = None
-                    continue
-            chain.add(block_hash(router_key(key)), context, page)
-            self.totals.stored += 1
-            last = key
-            if parent is not None and tier is Tier.DEVICE:
-                children[parent] = children.get(parent, 0) + 1
-                if parent not in held or parent in silent or parent in cut_off:
-                    cut_off[key] = parent
+            chain.add(key, context, page)
         if chain is not None:
-            yield chain.event(holding, self._dialect)
+            yield from self._tell(chain, holding, pages, held)
+
+    def _tell(self, chain: Chain, holding: Holding, pages: _Parents, held: _Parents) -> Iterator[WireEvent]:
+        """Tell a chain as far as the wire can; note what a device block hangs from."""
+        event = chain.event(holding, self._dialect)
+        count = len(event.block_hashes)
+        told, untold = chain.keys[:count], chain.keys[count:]
+        self.totals.stored += count
+        self.totals.inexpressible += len(untold)
+        silent = self._silent[holding]
+        silent.update((key, pages[key]) for key in untold)
+        if holding == _DEVICE:
+            children, cut_off = self._children, self._cut_off
+            for key in told:
+                parent = pages[key]
+                if parent is not None:
+                    children.add(parent, key)
+                    if parent not in held or parent in silent or parent in cut_off:
+                        cut_off[key] = parent
+        if told:
+            yield event
 
     def _known_by_now(self, keys: Sequence[PageKey]) -> dict[Holding, _Parents]:
         """End the silence of those of these pages whose context has come, in every tier that holds them."""
@@ -159,16 +171,15 @@ class Announcer:
     def _state_again(self, keys: Sequence[PageKey], index: InventoryIndex) -> Iterator[WireEvent]:
         """Announce the device pages that hung cut off below a page that is back."""
         if self._cut_off:
-            device = (Tier.DEVICE, Ownership.ENGINE)
-            held, silent = index.holding(*device), self._silent[device]
+            held, silent = index.holding(*_DEVICE), self._silent[_DEVICE]
             attached = [key for key in keys if key in held and key not in silent and key not in self._cut_off]
-            again = _below(attached, self._cut_off)
+            again = self._below(attached, self._cut_off)
             for key, parent in again.items():
                 del self._cut_off[key]
                 if parent is not None:
-                    self._children[parent] = self._children.get(parent, 1) - 1
+                    self._children.remove(parent, key)
             self.totals.restated += len(again)
-            yield from self._announce(device, again, held)
+            yield from self._announce(_DEVICE, again, held)
 
     def _retract(self, holding: Holding, gone: _Parents, held: _Parents) -> Iterator[WireEvent]:
         """Take back what was announced of pages that went; `held` is what stays."""
@@ -180,28 +191,32 @@ class Announcer:
         if len(told) < len(gone):
             for key in gone:
                 silent.pop(key, None)
-        if tier is Tier.DEVICE:
-            self._cut(told, gone, held, silent)
+        if holding == _DEVICE:
+            self._cut(told, gone, held)
         self.totals.removed += len(told)
         size = self._limits.hashes
         for start in range(0, len(told), size):
             hashes: list[WireHash] = [self._dialect.block_hash(router_key(key)) for key in told[start : start + size]]
             yield BlockRemoved(hashes, self._dialect.media[tier], self._dialect.owner(owner))
 
-    def _cut(self, told: Sequence[PageKey], gone: _Parents, held: _Parents, silent: _Parents) -> None:
+    def _cut(self, told: Sequence[PageKey], gone: _Parents, held: _Parents) -> None:
         """Note which device pages stay and lose the path to their root."""
-        children = self._children
         for key in told:
-            parent = gone[key]
             self._cut_off.pop(key, None)
-            # A child may never have been counted: the event that stored it was dropped, and the snapshot is to come.
-            if parent is not None and children.get(parent, 0) > 1:
-                children[parent] -= 1
-            elif parent is not None:
-                children.pop(parent, None)
-        if not children.keys().isdisjoint(told):
-            staying = {key: parent for key, parent in held.items() if key not in silent}
-            self._cut_off.update(_below(told, staying))
+            # It may not be there: the event that stored it was dropped, and the snapshot is to come.
+            if (parent := gone[key]) is not None:
+                self._children.remove(parent, key)
+        self._cut_off.update(self._below(told, held))
+
+    def _below(self, tops: Iterable[PageKey], among: _Parents) -> dict[PageKey, PageKey | None]:
+        """Those of `among` that were announced below any of `tops`, through each other, parents first."""
+        found: dict[PageKey, PageKey | None] = {}
+        level = list(tops)
+        while level:
+            below = [(key, top) for top in level for key in self._children.of(top) if key in among and key not in found]
+            found.update(below)
+            level = [key for key, _ in below]
+        return found
 
 
 def _fresh(event: BlocksStored, held: _Parents) -> dict[PageKey, PageKey | None]:
@@ -212,17 +227,3 @@ def _fresh(event: BlocksStored, held: _Parents) -> dict[PageKey, PageKey | None]
     if held.keys().isdisjoint(pages):
         return pages
     return {key: parent for key, parent in pages.items() if key not in held}
-
-
-def _below(tops: Iterable[PageKey], pages: _Parents) -> dict[PageKey, PageKey | None]:
-    """Those of `pages` that hang from any of `tops`, through each other, parents first."""
-    children: dict[PageKey | None, list[PageKey]] = {}
-    for key, parent in pages.items():
-        children.setdefault(parent, []).append(key)
-    found: dict[PageKey, PageKey | None] = {}
-    level = list(tops)
-    while level:
-        below = [(key, top) for top in level for key in children.get(top, ()) if key not in found]
-        found.update(below)
-        level = [key for key, _ in below]
-    return found

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from typing import Final
 
 import attrs
 
 from kvcr_actors.core.inventory import Holding
 from kvcr_actors.core.keys import router_key
-from kvcr_actors.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, Dialect, WireEvent, WireHash
+from kvcr_actors.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, Dialect, WireEvent
 from kvcr_actors.types import PageContext, PageKey
 
 HASH_BYTES: Final = 9
@@ -32,37 +34,40 @@ class Limits:
 
 
 class Chain:
-    """Blocks root to tail below `parent`, `room` of them at most; 0 is a context whose blocks are too large."""
+    """Blocks root to tail below `parent`, as many as the limits allow: none of a context whose blocks are too large."""
 
-    __slots__ = ("_context", "_hashes", "_names", "_parent", "_pieces", "room")
+    __slots__ = ("_context", "_most", "_parent", "_pieces", "keys")
 
     def __init__(self, parent: PageKey | None, context: PageContext, limits: Limits) -> None:
+        self.keys: list[PageKey] = []
         self._parent = parent
         self._context = context
-        self._names = len((context.salt or "").encode()) + len((context.adapter or "").encode())
-        self._hashes: list[WireHash] = []
         self._pieces: list[tuple[PageContext, int, int]] = []
+        names = len((context.salt or "").encode()) + len((context.adapter or "").encode())
         block = HASH_BYTES + _TOKEN_BYTES * context.page_tokens + 1
         if context.adapter is not None:
-            block += self._names + 8
-        self.room = max(0, min(limits.blocks, (limits.bytes - EVENT_BYTES - 2 * self._names) // block))
+            block += names + 8
+        self._most = min(limits.blocks, (limits.bytes - EVENT_BYTES - 2 * names) // block)
 
-    def takes(self, context: PageContext) -> bool:
-        """Whether a further block of that context may join."""
+    def takes(self, parent: PageKey | None, context: PageContext) -> bool:
+        """Whether a further block with that parent and context may join."""
         mine = self._context
-        return self.room > 0 and (
-            context is mine
-            or (
-                context.page_tokens == mine.page_tokens
-                and context.salt == mine.salt
-                and context.adapter == mine.adapter
+        return (
+            parent == self.keys[-1]
+            and len(self.keys) < self._most
+            and (
+                context is mine
+                or (
+                    context.page_tokens == mine.page_tokens
+                    and context.salt == mine.salt
+                    and context.adapter == mine.adapter
+                )
             )
         )
 
-    def add(self, block_hash: int, context: PageContext, page: int) -> None:
-        """Append a block that it takes."""
-        self.room -= 1
-        self._hashes.append(block_hash)
+    def add(self, key: PageKey, context: PageContext, page: int) -> None:
+        """Append the first block, or one that it takes."""
+        self.keys.append(key)
         pieces = self._pieces
         if pieces:
             last, first, end = pieces[-1]
@@ -72,34 +77,58 @@ class Chain:
         pieces.append((context, page, page + 1))
 
     def event(self, holding: Holding, dialect: Dialect) -> BlockStored:
-        """Give the wire event."""
+        """Give the wire event, with as many of the blocks, from the first, as the wire can say; maybe none."""
         tier, owner = holding
         context = self._context
-        size = context.page_tokens
-        tokens: list[int] = []
-        for piece, first, end in self._pieces:
-            tokens.extend(piece.tokens[first * size : end * size])
+        tokens = self._tokens() if self._most > 0 else []
+        count = len(tokens) // context.page_tokens
         return BlockStored(
-            block_hashes=self._hashes,
+            block_hashes=[dialect.block_hash(router_key(key)) for key in self.keys[:count]],
             parent_block_hash=None if self._parent is None else dialect.block_hash(router_key(self._parent)),
             token_ids=tokens,
-            block_size=size,
+            block_size=context.page_tokens,
             lora_id=None,
             medium=dialect.media[tier],
             lora_name=context.adapter,
-            extra_keys=self._extra_keys() if dialect.extra_keys else None,
+            extra_keys=self._extra_keys(count) if dialect.extra_keys else None,
             ownership=dialect.owner(owner),
             cache_salt=context.salt,
         )
 
-    def _extra_keys(self) -> list[tuple[str, ...] | None] | None:
+    def _tokens(self) -> list[int]:
+        """The tokens of the blocks before the first that has one of more than 32 bits, or lacks some."""
+        tokens, size = array("I"), self._context.page_tokens
+        for context, first, end in self._pieces:
+            piece = context.tokens[first * size : end * size]
+            if not _extend(tokens, piece, (end - first) * size):
+                for page in range(first, end):
+                    if not _extend(tokens, context.page(page), size):
+                        break
+                break
+        return tokens.tolist()
+
+    def _extra_keys(self, count: int) -> list[tuple[str, ...] | None] | None:
         """The form of vLLM: the adapter on every block, the salt on the first block of a prompt."""
         context = self._context
         adapter = () if context.adapter is None else (context.adapter,)
         salt = () if context.salt is None or self._parent is not None else (context.salt,)
         if not adapter and not salt:
             return None
-        return [adapter + salt or None, *[adapter or None] * (len(self._hashes) - 1)]
+        return [adapter + salt or None, *[adapter or None] * (count - 1)]
+
+
+def _extend(tokens: array[int], more: Sequence[int], count: int) -> bool:
+    """Append `count` tokens; False, with none appended, if there are not as many, or one has not 32 bits."""
+    if len(more) != count:
+        return False
+    if isinstance(more, array) and more.typecode == "I":
+        tokens.extend(more)
+        return True
+    try:
+        tokens.fromlist(list(more))
+    except (OverflowError, TypeError):
+        return False
+    return True
 
 
 def measure(event: WireEvent) -> tuple[int, int]:

@@ -32,7 +32,7 @@ class EventsConfig:
     tensor_rank: int = 0
     """Only rank 0 publishes: the others hold the same pages, and open no socket."""
     sequence_file: Path | None = None
-    """Keeps sequence numbers over restarts; without, they start at the clock's microseconds."""
+    """Keeps sequence numbers over restarts; without, they start at the clock's microseconds. See `sequence_path`."""
     heartbeat_s: float = 1.0
     silent_after_s: float = 5.0
     """A publisher that sent nothing for this long is reported."""
@@ -69,6 +69,13 @@ class EventsConfig:
     def replay(self) -> Endpoint | None:
         """The base endpoint of the replays."""
         return None if self.replay_endpoint is None else Endpoint.parse(self.replay_endpoint, "replay")
+
+    @property
+    def sequence_path(self) -> Path | None:
+        """The sequence file of this rank: the one given with, above rank 0, `_dp` and the rank."""
+        if self.sequence_file is None or self.data_parallel_rank == 0:
+            return self.sequence_file
+        return self.sequence_file.with_name(f"{self.sequence_file.name}_dp{self.data_parallel_rank}")
 
     @property
     def wire(self) -> Dialect:

@@ -38,6 +38,8 @@ class ContextTable:
         self._late = _Half()
         self._early = _Half()
         self._lock = threading.Lock()
+        self._writes = 0
+        """Odd while a write is under way."""
 
     def __len__(self) -> int:
         """Pages whose context is known; one that was noted in both halves counts twice."""
@@ -48,16 +50,26 @@ class ContextTable:
         if len(keys) != context.pages:
             raise InvalidNodeError(f"{len(keys)} keys for a context of {context.pages} pages")
         with self._lock:
+            self._writes += 1
             if 2 * (len(self._late.places) + len(keys)) > self.limit:
                 self._early, self._late = self._late, _Half()
             late = self._late
             late.contexts.update(zip(keys, repeat(context), strict=False))
             late.places.update(zip(keys, range(len(keys)), strict=True))
+            self._writes += 1
 
     def find(self, key: PageKey) -> Origin | None:
-        """Steps under the GIL, so that no reader waits for a writer."""
-        early = self._early  # first: what moves to it in between is then missed in neither
-        for half in (self._late, self._early, early):
+        """Find a page in the run that named it last."""
+        writes = self._writes
+        origin = self._look_up(key)
+        if writes == self._writes and not writes & 1:
+            return origin
+        # The place of one run may have met another run's tokens. Taken only now, the lock hardly ever stops a writer.
+        with self._lock:
+            return self._look_up(key)
+
+    def _look_up(self, key: PageKey) -> Origin | None:
+        for half in (self._late, self._early):
             place = half.places.get(key)
             if place is not None:
                 return half.contexts[key], place

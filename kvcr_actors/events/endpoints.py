@@ -69,8 +69,9 @@ def check_endpoints(events: Endpoint, replay: Endpoint | None, ranks: int) -> No
             )
     if replay is None:
         return
-    if events == replay:
-        raise ConfigError(f"events and replay share {events.at(0)}; give each an endpoint of its own")
+    names = {events.at(rank) for rank in range(ranks)} & {replay.at(rank) for rank in range(ranks)}
+    if events == replay or (names and events.scheme != "tcp"):
+        raise ConfigError(f"events and replay share {min(names)}; give each an endpoint of its own")
     shared = set(events.ports(ranks)) & set(replay.ports(ranks))
     if shared:
         raise ConfigError(

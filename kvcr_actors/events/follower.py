@@ -71,6 +71,8 @@ class FollowTotals:
     """Sequence numbers that no replay gave."""
     stale: int = 0
     """Batches with a number that was applied before."""
+    contradictions: int = 0
+    """Blocks removed while not held, although nothing was missing."""
     malformed: int = 0
 
 
@@ -139,7 +141,7 @@ class StreamFollower:
                 f"earlier batches were not seen ({totals.lost} lost in between), and no clear followed",
             ),
             (totals.malformed, f"{totals.malformed} messages could not be read"),
-            (self.index.anomalies, f"{self.index.anomalies} blocks were removed while not held"),
+            (totals.contradictions, f"{totals.contradictions} blocks were removed while not held"),
         ]
         return [words for wrong, words in checks if wrong]
 
@@ -177,4 +179,7 @@ class StreamFollower:
             self.totals.events += 1
             if isinstance(event, AllBlocksCleared) and event.ownership is None:
                 self.in_doubt = False
+            before = self.index.anomalies
             self.index.apply(event)
+            if not self.in_doubt:
+                self.totals.contradictions += self.index.anomalies - before

@@ -21,7 +21,7 @@ def _microseconds() -> int:
 
 
 class SequenceCounter:
-    """Gives the numbers of one publisher, each once. `take` blocks on the file once in 65,536 calls.
+    """Gives the numbers of one publisher, each once. `reserve` blocks on the file once in 65,536 numbers.
 
     With a `path`, the file keeps the first number that was never promised; one publisher uses it at a time. Without,
     numbers start at the clock's microseconds, so that a clock set back over a restart makes the publisher stale.
@@ -37,11 +37,15 @@ class SequenceCounter:
         """The number that the next `take` gives."""
         return self._next
 
-    def take(self) -> int:
-        """Take the next number. OSError if the file cannot be written: the number is not used then."""
-        if self._next >= self._promised and self._path is not None:
+    def reserve(self, count: int) -> None:
+        """Make the next `count` takes (65,536 at most) free of the file. OSError if it cannot be written."""
+        if self._path is not None and self._next + count > self._promised:
             _write(self._path, self._next + _RESERVE)
             self._promised = self._next + _RESERVE
+
+    def take(self) -> int:
+        """Take the next number, reserved or not; OSError as `reserve`, and the number is not used then."""
+        self.reserve(1)
         number = self._next
         self._next += 1
         return number

@@ -31,6 +31,8 @@ Message: TypeAlias = tuple[int, bytes]
 
 _SLICE_BLOCKS = 512
 """Blocks that a snapshot adds at a time."""
+_SNAPSHOT_REST = 9.0
+"""A reader too slow for a snapshot asks for the next: for all others the index must be whole most of the time."""
 
 
 def _between(least: int, most: int | None = None) -> Callable[[object, attrs.Attribute[int], int], None]:
@@ -56,7 +58,7 @@ class StreamLimits:
     buffer_bytes: int = attrs.field(default=64 << 20, validator=_between(1))
     """What is kept for replays; the newest batch always is."""
     snapshot_pause_s: float = 1.0
-    """The least time from the end of one snapshot to the next."""
+    """The least time from the end of one snapshot to the next; nine times what it took, if that is longer."""
 
 
 class EventStream:
@@ -86,6 +88,7 @@ class EventStream:
         self._unsent: list[WireEvent] = []
         self._wants_snapshot = True
         self._snapshot: Iterator[list[WireEvent]] | None = None
+        self._snapshot_began = 0.0
         self._snapshot_after = float("-inf")
         self._buffer: deque[Message] = deque()
         self._buffer_bytes = 0
@@ -144,7 +147,7 @@ class EventStream:
         number = self._numbers()
         self._unsent = []
         self.batches += 1
-        if events and isinstance(events[0], AllBlocksCleared):
+        if events and _begins_anew(events[0]):
             self._cleared_at = number
         message = (number, encode_batch(EventBatch(timestamp, events, self._rank)))
         self._buffer.append(message)
@@ -166,7 +169,7 @@ class EventStream:
                 or blocks + more_blocks > self.limits.blocks
                 or size + more_size > self.limits.payload_bytes
             )
-            if events and (full or (isinstance(event, AllBlocksCleared) and event.ownership is None)):
+            if events and (full or _begins_anew(event)):
                 self._pending.appendleft(event)
                 break
             events.append(event)
@@ -179,15 +182,16 @@ class EventStream:
             if self._snapshot is not None:
                 self._continue_snapshot(self._snapshot, now)
             elif (self._wants_snapshot or self.backlog.has_gap) and now >= self._snapshot_after:
-                self._begin_snapshot()
+                self._begin_snapshot(now)
             elif (event := self.backlog.take()) is not None:
                 self._pending.extend(self._announcer.apply(event, self.backlog.index))
             else:
                 return None
         return self._pending.popleft()
 
-    def _begin_snapshot(self) -> None:
+    def _begin_snapshot(self, now: float) -> None:
         self._wants_snapshot = self.backlog.has_gap = False
+        self._snapshot_began = now
         self.snapshots += 1
         self._pending.extend(self._announcer.clears())
         self._snapshot = self._announcer.announce_all(self.backlog.index, _SLICE_BLOCKS)
@@ -196,6 +200,12 @@ class EventStream:
         part = next(snapshot, None)
         if part is None:
             self._snapshot = None
-            self._snapshot_after = now + self.limits.snapshot_pause_s
+            took_s = now - self._snapshot_began
+            self._snapshot_after = now + max(self.limits.snapshot_pause_s, _SNAPSHOT_REST * took_s)
         else:
             self._pending.extend(part)
+
+
+def _begins_anew(event: WireEvent) -> bool:
+    """Whether it is the first of a snapshot; a clear of a store's own blocks comes second."""
+    return isinstance(event, AllBlocksCleared) and event.ownership is None

@@ -144,7 +144,7 @@ def decode_batch(payload: bytes) -> EventBatch:
         raise EventFormatError(f"a batch of {len(payload)} bytes; the most is {MAX_PAYLOAD_BYTES}")
     try:
         return _decoder.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise EventFormatError(f"not a batch of KV events: {error}") from error
 
 

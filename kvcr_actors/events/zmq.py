@@ -14,7 +14,7 @@ import anyio
 import structlog
 
 from kvcr_actors.core.inventory import InventoryEvent
-from kvcr_actors.errors import DeadlineError, EventEndpointError
+from kvcr_actors.errors import ConfigError, DeadlineError, EventEndpointError
 from kvcr_actors.events.config import EventsConfig
 from kvcr_actors.events.contexts import ContextSource
 from kvcr_actors.events.sequence import SequenceCounter
@@ -26,8 +26,12 @@ log = structlog.get_logger()
 
 _INCOMING: Final = 1_024
 """Publishes that may wait before the loop bounds them itself, because the thread does not come to it."""
+_INCOMING_TURN: Final = 2
+"""Of those, how many it takes at each publish: more than come, and too few to hold it up."""
 _TURN: Final = 64
 """Batches sent before replays have their turn."""
+_NUMBERS: Final = _TURN + 1
+"""Sequence numbers that a turn may need, a heartbeat included."""
 _START_S: Final = 10.0
 _JOIN_S: Final = 5.0
 _RETRY_S: Final = 1.0
@@ -42,7 +46,7 @@ class ZmqEventSink(RunningEventSink):
 
     def __init__(self, config: EventsConfig, contexts: ContextSource) -> None:
         self.config = config
-        self._numbers = SequenceCounter(config.sequence_file)
+        self._numbers = SequenceCounter(config.sequence_path)
         self._stream = EventStream(
             config.wire, contexts, self._numbers.take, rank=config.data_parallel_rank, limits=config.limits
         )
@@ -67,6 +71,8 @@ class ZmqEventSink(RunningEventSink):
         """Bind the sockets and start the thread; EventEndpointError or ConfigError says why it cannot."""
         if not self.config.is_active:
             return
+        if self._stopping:
+            raise EventEndpointError(f"events endpoint {self.config.endpoint}: its sink was closed; make another")
         if self.config.is_exposed:
             log.warning("events.exposed", endpoint=self.config.endpoint, carries="prompt tokens")
         self._last_sent = time.monotonic()
@@ -77,6 +83,7 @@ class ZmqEventSink(RunningEventSink):
             await self.close(_START_S)
             raise self._failure
         if not thread.started.is_set():
+            self._given_up = True
             raise EventEndpointError(f"events endpoint {self.config.endpoint} did not open within {_START_S:g} s")
         services.spawn(self._watch, "kv-events watch")
 
@@ -87,7 +94,7 @@ class ZmqEventSink(RunningEventSink):
         self._incoming.append(events)
         if len(self._incoming) > _INCOMING and self._lock.acquire(blocking=False):
             try:
-                self._ingest(coalesce=False)
+                self._ingest(_INCOMING_TURN, coalesce=False)
             finally:
                 self._lock.release()
         if not self._awake:
@@ -112,12 +119,13 @@ class ZmqEventSink(RunningEventSink):
         )
 
     def describe(self) -> dict[str, Any]:
-        """Counters for people."""
-        if self._thread is None:
-            return {"endpoint": self.config.endpoint, "active": False}
+        """Counters for people; they outlast `close`."""
+        endpoint = self.config.events.at(self.config.data_parallel_rank)
+        if not self.config.is_active:
+            return {"endpoint": endpoint, "active": False}
         return {
-            "endpoint": self.config.events.at(self.config.data_parallel_rank),
-            "active": True,
+            "endpoint": endpoint,
+            "active": self._thread is not None and self._failure is None,
             "dialect": self.config.dialect,
             "next": self._numbers.next,
             "silent_s": round(self.silent_s, 3),
@@ -143,16 +151,16 @@ class ZmqEventSink(RunningEventSink):
         with suppress(Empty):
             self._doorbell.get(timeout=timeout_s)
 
-    def _ingest(self, *, coalesce: bool) -> None:
-        incoming = self._incoming
-        for _ in range(len(incoming)):
-            self._stream.push(incoming.popleft(), coalesce=coalesce)
+    def _ingest(self, most: int, *, coalesce: bool) -> None:
+        for _ in range(most):
+            self._stream.push(self._incoming.popleft(), coalesce=coalesce)
 
     def _work(self, started: Callable[[], None]) -> None:
         try:
             sockets = PublisherSockets(self.config)
-            started()
             try:
+                self._reserve_first()
+                started()
                 self._run(sockets)
             finally:
                 sockets.close()
@@ -163,13 +171,16 @@ class ZmqEventSink(RunningEventSink):
     def _run(self, sockets: PublisherSockets) -> None:
         while not self._given_up:
             stopping = self._stopping
-            self._awake = False  # first: what is left after this rings again
             self._wait(0)
-            has_more = self._send_some(sockets)
-            if stopping and not has_more:
+            self._awake = False  # after the ring is taken, and before what it told of is: what is left then rings again
+            has_numbers = self._reserve()
+            has_more = has_numbers and self._send_some(sockets)
+            if stopping and has_numbers and not has_more:
                 return
             sockets.serve_readers(self._stream)
-            if not has_more:
+            if not has_numbers:
+                self._wait(_RETRY_S)
+            elif not has_more:
                 idle_s = time.monotonic() - self._last_sent
                 if idle_s >= self.config.heartbeat_s:
                     self._send(sockets, heartbeat=True)
@@ -181,20 +192,32 @@ class ZmqEventSink(RunningEventSink):
         """Send a turn's batches; whether more wait."""
         return all(self._send(sockets, heartbeat=False) for _ in range(_TURN))
 
+    def _reserve_first(self) -> None:
+        try:
+            self._numbers.reserve(_NUMBERS)
+        except OSError as error:
+            raise ConfigError(
+                f"sequence file {self.config.sequence_path} cannot be written ({error}); correct it, or name another"
+            ) from error
+
+    def _reserve(self) -> bool:
+        """Have a turn's numbers; without the lock, since a file may take its time."""
+        try:
+            self._numbers.reserve(_NUMBERS)
+        except OSError as error:
+            # A number could be given out twice, so the stream waits for the file.
+            log.error("events.sequence_file", path=str(self.config.sequence_path), error=str(error))
+            return False
+        return True
+
     def _send(self, sockets: PublisherSockets, *, heartbeat: bool) -> bool:
         """Send one batch, if there is one."""
-        try:
-            with self._lock:
-                self._ingest(coalesce=True)
-                if heartbeat:
-                    message = self._stream.heartbeat(time.time())
-                else:
-                    message = self._stream.next_message(time.monotonic(), time.time())
-        except OSError as error:
-            # The sequence file: without it a number could be given out twice, so the stream waits for it.
-            log.error("events.sequence_file", path=str(self.config.sequence_file), error=str(error))
-            self._wait(_RETRY_S)
-            return False
+        with self._lock:
+            self._ingest(len(self._incoming), coalesce=True)
+            if heartbeat:
+                message = self._stream.heartbeat(time.time())
+            else:
+                message = self._stream.next_message(time.monotonic(), time.time())
         if message is None:
             return False
         sockets.send(message)

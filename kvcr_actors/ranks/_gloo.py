@@ -91,9 +91,10 @@ def _is_over(work: Any) -> bool:
     try:
         work.wait(_SLICE)
     except RuntimeError:
-        if work.is_completed():
-            raise
-        return False
+        if not work.is_completed():
+            return False
+        # It failed, or it ended well just after the slice: only another wait tells which.
+        work.wait(_SLICE)
     return True
 
 

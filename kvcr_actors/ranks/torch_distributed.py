@@ -38,6 +38,8 @@ _PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.005
 """Between two rounds that settled nothing: the first pause, and what it grows to."""
 _POLL_S = 0.02
+_JOIN_S = 5.0
+"""What the thread needs after its last word is the time of a collective under way."""
 
 
 @attrs.frozen(eq=False)
@@ -155,6 +157,8 @@ class TorchDistributedRanks:
             return
         with anyio.move_on_after(deadline_s):
             await self._ended.wait()
+            # A thread that is still in native code when the interpreter ends aborts the process.
+            await anyio.to_thread.run_sync(self._thread.join, _JOIN_S)
             return
         self._settle_rest()
         raise DeadlineError(f"rank {self.rank}: its thread did not end within {deadline_s:g} s; the shared store hangs")

@@ -19,8 +19,9 @@ from kvcr_actors.types import CacheLayout, PageKey, RequestId
 class ConfirmingStore(FaultyStore):
     """A `FaultyStore` that promises more than it has: `promised` maps keys to the pools that hints speak of.
 
-    A confirmation takes `latency("confirm", pages)` and succeeds if the backend really has what the prefix needs. Each
-    one that delivers opens a claim, until the request ends; one that arrives after the end is released on arrival.
+    A confirmation takes `latency("confirm", pages)` and succeeds if the backend really has what the prefix needs of the
+    pages that the request looked up. Each one that delivers opens a claim, until the request ends; one that arrives
+    after the end is released on arrival.
     `asked` lists the confirmations as (request, pages), `late` counts the claims released on arrival.
     """
 
@@ -42,6 +43,7 @@ class ConfirmingStore(FaultyStore):
         self._spawner: Services | None = None
         self._layout: CacheLayout | None = None
         self._ended: set[RequestId] = set()
+        self._looked_up: dict[RequestId, frozenset[PageKey]] = {}
 
     @property
     def open_claims(self) -> int:
@@ -56,6 +58,7 @@ class ConfirmingStore(FaultyStore):
     def end_request(self, request_id: RequestId) -> None:
         """Release what was delivered for a request."""
         self.claims.pop(request_id, None)
+        self._looked_up.pop(request_id, None)
         self._ended.add(request_id)
 
     def begin_request(self, request_id: RequestId, hints: object) -> None:
@@ -65,7 +68,7 @@ class ConfirmingStore(FaultyStore):
 
     def lookup(self, keys: Sequence[PageKey], request_id: RequestId) -> Operation[tuple[int, ...]]:
         """What is held and what is promised."""
-        del request_id
+        self._looked_up[request_id] = self._looked_up.get(request_id, frozenset()).union(keys)
         return Operation[tuple[int, ...]].finished(
             tuple(self._backend.lookup(key) | self._promised.get(key, 0) for key in keys)
         )
@@ -78,17 +81,19 @@ class ConfirmingStore(FaultyStore):
         self.asked.append((request_id, len(keys)))
         fault = self.faults.decide("confirm")
         self.running += 1
-        self._spawner.spawn(partial(self._deliver, tuple(keys), request_id, fault, confirmed), "store-confirm")
+        asked = {key: key in self._looked_up.get(request_id, ()) for key in keys}
+        self._spawner.spawn(partial(self._deliver, asked, request_id, fault, confirmed), "store-confirm")
         return confirmed
 
     async def _deliver(
-        self, keys: Sequence[PageKey], request_id: RequestId, fault: Fault | None, confirmed: Operation[bool]
+        self, asked: Mapping[PageKey, bool], request_id: RequestId, fault: Fault | None, confirmed: Operation[bool]
     ) -> None:
+        """`asked` says of each page of the prefix whether it was looked up."""
         try:
-            await anyio.sleep(self._latency("confirm", len(keys)))
+            await anyio.sleep(self._latency("confirm", len(asked)))
             if fault is Fault.STALL:
                 await self._released.wait()
-            delivered = fault in (None, Fault.STALL, Fault.DUPLICATE) and self._holds(keys)
+            delivered = fault in (None, Fault.STALL, Fault.DUPLICATE) and self._holds(asked)
             if delivered and request_id in self._ended:
                 self.late += 1
             elif delivered:
@@ -99,7 +104,9 @@ class ConfirmingStore(FaultyStore):
             self.running -= 1
             self._idle.set()
 
-    def _holds(self, keys: Sequence[PageKey]) -> bool:
+    def _holds(self, asked: Mapping[PageKey, bool]) -> bool:
         if self._layout is None:
             return False
-        return longest(boundaries([self._backend.lookup(key) for key in keys], self._layout)) == len(keys)
+        every = (1 << len(self._layout.pools)) - 1
+        masks = [self._backend.lookup(key) if is_asked else every for key, is_asked in asked.items()]
+        return longest(boundaries(masks, self._layout)) == len(asked)

@@ -1,37 +1,22 @@
-"""Claims that come back from every place, and prompts that hit after the tiers above were flushed."""
+"""Prompts that hit after the tiers above were flushed, and anchors that stay."""
 
 from __future__ import annotations
+
+from itertools import product
 
 import anyio
 import pytest
 
 from kvcr_actors.config import ControllerConfig
 from kvcr_actors.core.accounting import RequestAccount
+from kvcr_actors.errors import ConfigError
 from kvcr_actors.testing.store_driver import chain
-from kvcr_actors.types import MissReason, PrefetchRequest, StopPolicy
+from kvcr_actors.testing.virtual_time import run_virtual
+from kvcr_actors.types import MissReason, StopPolicy
 from tests.actors.cluster import on_all, single
 from tests.actors.rig import virtual
 
 A = chain("a", 6)
-
-
-@virtual
-async def test_scenario_15_enqueue_and_abort_many_times_at_every_place_and_prefetch_is_still_admitted() -> None:
-    async with single(host_slots=16, read_s=0.03) as member:
-        await member.store_away(1, A)
-        desk = member.controller._desk
-        for turn in range(1000):
-            desk.prefetch(PrefetchRequest(f"r{turn}", A))
-            desk.flush_pending_backups()
-            await anyio.sleep((turn % 9) * 0.01)  # not begun, in the lookup, in either read, ready
-            member.controller.cancel(f"r{turn}")
-            if turn % 100 == 99:
-                await member.controller.wait_quiet(60)
-                await anyio.sleep(1)
-                member.check_baseline()
-                member.forget_host()
-        assert (await member.prefetch("last", A)).pages == 6
-        await member.restore("last", A)
 
 
 @virtual
@@ -51,7 +36,7 @@ async def test_scenario_17_a_prefix_that_a_prefetch_hangs_from_cannot_be_evicted
 
 
 @virtual
-async def test_scenario_9_the_last_page_of_a_full_hit_is_left_to_the_engine_and_the_rest_is_used() -> None:
+async def test_scenario_09_the_last_page_of_a_full_hit_is_left_to_the_engine_and_the_rest_is_used() -> None:
     async with single() as member:
         await member.store_away(1, A)
         answer = await member.prefetch("r", A[:5])  # an engine asks for n - 1 tokens: the last page is computed
@@ -100,6 +85,36 @@ async def test_scenario_50_a_cold_instance_hits_in_a_warm_store_and_a_fitting_re
             await member.restore("r", A)
 
 
+@virtual
+async def test_scenario_50_a_configuration_admits_a_request_from_a_cold_host_or_refuses_to_start() -> None:
+    started = refused = 0
+    for slots, reserve, in_flight, threshold in product((6, 12), (0.0, 0.5, 0.9), (1, 4, 64), (1, 4, 6, 13)):
+        settings = {
+            "host_reserve_fraction": reserve,
+            "prefetch_in_flight_pages": in_flight,
+            "prefetch_threshold_pages": threshold,
+        }
+        try:
+            async with single(host_slots=slots, **settings) as member:
+                started += 1
+                await member.store_away(1, keys := chain("cold", threshold))
+                assert (await member.prefetch("r", keys)).pages == threshold, settings
+                await member.restore("r", keys)
+        except ConfigError:
+            refused += 1
+    assert started > 10
+    assert refused > 10
+
+
+def test_scenario_50_a_threshold_that_no_host_prefix_can_reach_is_refused_without_a_store_too() -> None:
+    async def start() -> None:
+        async with single(store=None, host_slots=4, prefetch_threshold_pages=5):
+            pass
+
+    with pytest.raises(ConfigError, match="prefetch_threshold_pages 5 is more than the 4 pages of the host"):
+        run_virtual(start)
+
+
 def test_scenario_56_an_unknown_configuration_key_is_an_error() -> None:
-    with pytest.raises(Exception, match="unknown configuration key 'prefetch_stop'"):
+    with pytest.raises(ConfigError, match="unknown configuration key 'prefetch_stop'"):
         ControllerConfig.from_mapping({"prefetch_stop": "best-effort"})

@@ -21,6 +21,7 @@ from tests.actors.rig import virtual
 pytestmark = pytest.mark.anyio
 
 A = chain("a", 8)
+PROMISED = chain("promised", 40)
 EVERY_BOUNDARY = dict.fromkeys(A, ALL)
 
 
@@ -51,6 +52,71 @@ async def test_the_longest_boundary_that_the_peer_delivers_is_used(held: int) ->
         if held:
             await member.restore("r", A[:held], needed_masks(HYBRID, held))
     assert store.open_claims == 0
+
+
+@pytest.mark.parametrize("held", [1, 4, 7])
+async def test_what_the_host_holds_ready_needs_no_confirmation_of_the_pages_below_it(held: int) -> None:
+    store = confirming(confirm_s=0.001)
+    async with single(store=store) as member:
+        await fill([member], 8)
+        await member.back_up(member.node(2, A[:held]))
+        await member.controller.wait_quiet(60)
+        store._backend.discard(A[:held])
+        answer = await member.prefetch("r", A)
+        assert answer.pages == 8, "the store lacks only what the host has"
+        assert [pages for _, pages in store.asked] == [8]
+        await member.restore("r", A, [ALL] * held + needed_masks(HYBRID, 8)[held:])
+    assert store.open_claims == 0
+
+
+@pytest.mark.parametrize("held", [1, 4, 8])
+async def test_what_the_host_holds_ready_stays_a_hit_with_all_its_components_when_nothing_is_confirmed(
+    held: int,
+) -> None:
+    store = ConfirmingStore(memory_backend(64), dict.fromkeys(PROMISED, ALL))
+    async with single(store=store) as member:
+        await member.back_up(member.node(1, A[:held]))
+        await member.controller.wait_quiet(60)
+        store._backend.discard(A)
+        answer = await member.prefetch("r", (*A[:held], *PROMISED))
+        assert answer.pages == held
+        # More boundaries were promised than are tried.
+        assert len(store.asked) == 32
+        await member.restore("r", A[:held])
+        assert [page.mask for page in member.host.match(A)] == [ALL] * held
+    assert store.open_claims == 0
+
+
+@pytest.mark.parametrize("length", [1, 5, 6, 7])
+async def test_what_was_brought_for_one_boundary_is_completed_for_another(length: int) -> None:
+    store = confirming(confirm_s=0.001)
+    async with single(store=store) as member:
+        await fill([member], 8)
+        assert (await member.prefetch("long", A)).pages == 8
+        member.controller.cancel("long")
+        assert [page.mask for page in member.host.match(A)] == needed_masks(HYBRID, 8)
+        reads = store.faults.seen["read"]
+        assert (await member.prefetch("short", A[:length])).pages == length
+        await member.restore("short", A[:length], needed_masks(HYBRID, length))
+        assert store.faults.seen["read"] == reads + 1
+        assert (await member.prefetch("both", A)).pages == 8
+        await member.restore("both", A, needed_masks(HYBRID, 8))
+        assert store.faults.seen["read"] == reads + 1
+    assert store.open_claims == 0
+
+
+async def test_a_rank_whose_host_holds_all_ready_votes_without_a_word_from_its_store() -> None:
+    stores = [confirming(confirm_s=0.001), confirming(confirm_s=0.001)]
+    async with cluster(by_rank=by_rank(stores)) as members:
+        await on_all(*(one.back_up(one.node(1, A)) for one in members))
+        await on_all(*(one.controller.wait_quiet(60) for one in members))
+        members[0].forget_host()
+        stores[1]._backend.discard(A)
+        answers = await on_all(*(one.prefetch("r", A) for one in members))
+        assert [answer.pages for answer in answers] == [8, 8]
+        assert [len(store.asked) for store in stores] == [1, 0]
+        await on_all(*(one.restore("r", A, needed_masks(HYBRID, 8)) for one in members))
+    assert [store.open_claims for store in stores] == [0, 0]
 
 
 async def test_ranks_confirm_in_step_and_use_what_all_of_them_were_delivered() -> None:
@@ -148,7 +214,7 @@ async def test_claims_on_what_was_delivered_are_kept_until_the_bytes_are_in_host
 
 
 @virtual
-async def test_a_search_cancelled_during_a_confirmation_releases_the_claim_that_comes_late() -> None:
+async def test_scenario_19_a_search_cancelled_during_a_confirmation_releases_the_claim_that_comes_late() -> None:
     store = confirming(confirm_s=0.5)
     async with single(store=store) as member:
         await fill([member], 8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvcr_actors.testing.faults import Fault, FaultPlan
 from kvcr_actors.testing.store_driver import chain
 from kvcr_actors.types import MissReason
 from tests.actors.cluster import ALL, KV, MAMBA, SWA, Member, single
@@ -11,6 +12,7 @@ from tests.actors.cluster import ALL, KV, MAMBA, SWA, Member, single
 pytestmark = pytest.mark.anyio
 
 A = chain("a", 8)
+LONG = chain("long", 9)
 
 
 async def stored(member: Member, masks: list[int]) -> None:
@@ -47,7 +49,7 @@ async def test_short_sliding_window_data_keeps_the_kv_of_the_pages_before_it() -
 
 
 @pytest.mark.parametrize("pool", [0, 1, 2])
-async def test_scenario_6_a_stored_page_without_one_component_is_a_miss_and_no_byte_of_it_is_used(pool: int) -> None:
+async def test_scenario_06_a_stored_page_without_one_component_is_a_miss_and_no_byte_of_it_is_used(pool: int) -> None:
     async with single() as member:
         masks = [ALL] * 3 + [ALL & ~(1 << pool)]
         await stored(member, masks)
@@ -56,7 +58,7 @@ async def test_scenario_6_a_stored_page_without_one_component_is_a_miss_and_no_b
         await member.restore("r", A[:3])
 
 
-async def test_scenario_6_a_page_in_host_memory_without_a_component_is_a_miss() -> None:
+async def test_scenario_06_a_page_in_host_memory_without_a_component_is_a_miss() -> None:
     async with single(store=None) as member:
         await member.back_up(member.node(1, A[:4], masks=[ALL, ALL, KV, KV]))
         answer = await member.prefetch("r", A[:4])
@@ -65,7 +67,7 @@ async def test_scenario_6_a_page_in_host_memory_without_a_component_is_a_miss() 
 
 
 @pytest.mark.parametrize("store", [None, 64])
-async def test_scenario_7_a_later_insert_brings_the_components_that_a_held_page_lacks(store: int | None) -> None:
+async def test_scenario_07_a_later_insert_brings_the_components_that_a_held_page_lacks(store: int | None) -> None:
     async with single(store=store) as member:
         await member.back_up(member.node(1, A[:4], masks=[ALL, ALL, KV, KV]))
         ack = await member.back_up(member.node(2, A[:4]))
@@ -75,11 +77,17 @@ async def test_scenario_7_a_later_insert_brings_the_components_that_a_held_page_
         await member.restore("r", A[:4])
 
 
-async def test_scenario_7_the_store_gets_the_components_too_and_serves_the_whole_span() -> None:
-    async with single() as member:
+@pytest.mark.parametrize("promised", [False, True])
+async def test_scenario_07_beliefs_drop_from_the_first_unserved_page_and_the_next_insert_rewrites_the_span(
+    promised: bool,
+) -> None:
+    """Whether the lookup says that the side pools are absent, or the read finds out."""
+    lies = FaultPlan({("lookup", 0): Fault.CORRUPT_SILENTLY}) if promised else FaultPlan()
+    async with single(store_faults=lies) as member:
         await member.store_away(1, A[:4], [ALL, ALL, KV, KV])
         assert (await member.prefetch("short", A[:4])).pages == 2
-        member.controller.cancel("short")
+        assert [page.key for page in member.host.snapshot() if page.stored] == list(A[:2])
+        await member.restore("short", A[:2])
         await member.back_up(member.node(2, A[:4]))
         await member.controller.wait_quiet(60)
         member.forget_host()
@@ -99,8 +107,6 @@ async def test_components_for_which_there_is_no_room_leave_the_page_as_it_is_and
 
 
 async def test_a_pool_whose_copy_fails_brings_no_component_and_the_page_keeps_what_it_had() -> None:
-    from kvcr_actors.testing.faults import Fault, FaultPlan
-
     faults = FaultPlan({("to_host.mamba", 1): Fault.FAIL})
     async with single(store=None, device_faults=faults) as member:
         await member.back_up(member.node(1, A[:2], masks=[ALL, KV | SWA]))
@@ -113,23 +119,23 @@ async def test_a_pool_whose_copy_fails_brings_no_component_and_the_page_keeps_wh
         await member.restore("again", A[:2])
 
 
-@pytest.mark.parametrize("length", [7, 8])
-async def test_scenario_8_each_chunk_of_a_long_prompt_reaches_host_and_store(length: int) -> None:
+@pytest.mark.parametrize("length", [7, 8, 9])
+async def test_scenario_08_each_chunk_of_a_long_prompt_reaches_host_and_store(length: int) -> None:
     async with single() as member:
         parent = None
         for start in range(0, length, 4):
-            chunk = A[start : min(start + 4, length)]
+            chunk = LONG[start : min(start + 4, length)]
             masks = [KV] * (len(chunk) - 2) + [KV | SWA] * min(1, len(chunk) - 1) + [ALL]
             masks = masks[-len(chunk) :]
             assert not (await member.back_up(member.node(start + 1, chunk, parent, masks))).failed
             parent = chunk[-1]
         await member.controller.wait_quiet(60)
         member.forget_host()
-        assert (await member.prefetch("r", A[:length])).pages == length
+        assert (await member.prefetch("r", LONG[:length])).pages == length
         member.controller.cancel("r")
         await member.controller.wait_quiet(60)
         member.forget_host()
-        assert (await member.prefetch("one chunk", A[:4])).pages == 4
+        assert (await member.prefetch("one chunk", LONG[:4])).pages == 4
         member.controller.cancel("one chunk")
 
 

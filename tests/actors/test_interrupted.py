@@ -97,7 +97,7 @@ async def one_life(actor: str, k: int, way: Way) -> bool:
 @pytest.mark.parametrize("backend", VIRTUAL)
 @pytest.mark.parametrize("way", [fail, stop, give_up, kill], ids=lambda way: way.__name__)
 @pytest.mark.parametrize("actor", ACTORS)
-def test_an_interruption_at_any_await_leaves_no_claim_slot_or_order_open(
+def test_scenario_03_16_an_interruption_at_any_await_leaves_no_claim_slot_or_order_open(
     actor: str, way: Way, backend: BackendName
 ) -> None:
     k = 1

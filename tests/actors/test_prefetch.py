@@ -69,7 +69,7 @@ async def test_scenario_31_damage_that_the_store_finds_is_a_miss_and_the_belief_
 
 
 @virtual
-async def test_scenario_2_late_reads_keep_their_slots_from_reuse_until_they_are_quiet() -> None:
+async def test_scenario_02_late_reads_keep_their_slots_from_reuse_until_they_are_quiet() -> None:
     rig = Rig(host_slots=4, late_s=30.0)
     keys = chain("a", 2)
     async with rig.running():
@@ -142,7 +142,7 @@ async def test_a_lookup_or_read_that_stalls_ends_at_its_deadline_and_the_request
         rig.check()
 
 
-async def test_scenario_3_a_cancel_before_during_and_after_the_search_frees_everything_once() -> None:
+async def test_scenario_03_a_cancel_before_during_and_after_the_search_frees_everything_once() -> None:
     rig = Rig(store_latency_s=0.01)
     keys = chain("a", 4)
     async with rig.running():

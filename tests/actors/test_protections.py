@@ -202,11 +202,11 @@ def release_at_once(patch: Patch) -> None:
 def abandon_failed_nodes_at_once(patch: Patch) -> None:
     settle = ConfirmationActor._settle
 
-    def hasty(actor: ConfirmationActor, started: Any, good: int, agreed: int) -> None:
-        for index, node in enumerate(started.staged):
-            if not good & agreed >> index & 1:
+    def hasty(actor: ConfirmationActor, started: Any, outcome: Any, good: int, agreed: int) -> None:
+        for node in started.staged:
+            if not good & agreed >> node.position & 1:
                 actor._state.abandon_unfilled(node.pages)
-        settle(actor, started, good, agreed)
+        settle(actor, started, outcome, good, agreed)
 
     patch.setattr(ConfirmationActor, "_settle", hasty)
 
@@ -223,7 +223,7 @@ def no_end_of_searches(patch: Patch) -> None:
     async def search(actor: PrefetchActor, search: Any) -> None:
         with search.scope:
             assert actor._reader is not None
-            await actor._reader.read(search.prefix)
+            await actor._reader.read(search.prefix, search.accord)
         del actor._searches[search.prefix.request.request_id]
         answers: list[Any] = []
         actor._conclude(search.prefix, answers)

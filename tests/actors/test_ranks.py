@@ -39,7 +39,9 @@ def settle(members: list[Member], *request_ids: str) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-async def test_what_every_rank_backed_up_every_rank_prefetches_and_restores_with_its_own_bytes(size: int) -> None:
+async def test_scenario_14_what_every_rank_backed_up_every_rank_prefetches_and_restores_with_its_own_bytes(
+    size: int,
+) -> None:
     async with cluster(size) as members:
         await store_everywhere(members)
         assert await ready_everywhere(members, "r") == [6] * size

@@ -15,7 +15,7 @@ from tests.actors.rig import Rig, chain, virtual
 pytestmark = pytest.mark.anyio
 
 
-async def test_scenarios_2_and_38_host_eviction_cannot_touch_the_source_of_an_open_copy() -> None:
+async def test_scenario_02_38_host_eviction_cannot_touch_the_source_of_an_open_copy() -> None:
     rig = Rig(host_slots=4, store_pages=None)
     keys = chain("a", 3)
     async with rig.running():
@@ -41,7 +41,7 @@ async def test_scenarios_2_and_38_host_eviction_cannot_touch_the_source_of_an_op
 
 
 @virtual
-async def test_scenario_3_a_late_copy_keeps_claims_and_answer_until_it_is_quiet() -> None:
+async def test_scenario_03_a_late_copy_keeps_claims_and_answer_until_it_is_quiet() -> None:
     rig = Rig(device_faults=FaultPlan({("to_device", 0): Fault.LATE}), late_s=2.0)
     keys = chain("a", 2)
     async with rig.running():

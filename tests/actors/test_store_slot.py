@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import anyio
+import attrs
 import pytest
 
 from kvcr_actors.core.inventory import InventoryIndex
@@ -11,7 +12,7 @@ from kvcr_actors.stores.memory import memory_backend
 from kvcr_actors.testing.faults import Fault, FaultPlan
 from kvcr_actors.testing.store_driver import chain
 from kvcr_actors.testing.stores import FaultyStore
-from kvcr_actors.types import PrefetchRequest, Tier
+from kvcr_actors.types import MissReason, PrefetchRequest, Tier
 from tests.actors.cluster import TRAITS, Member, cluster, on_all, single
 from tests.actors.rig import virtual
 
@@ -179,3 +180,51 @@ async def test_a_checkpoint_that_fails_on_one_rank_fails_on_all() -> None:
         await on_all(*(attempt(one) for one in members))
         assert len(failures) == 2
         assert any("another rank" in text for text in failures)
+
+
+@pytest.mark.parametrize("by_its_own_word", [False, True], ids=["without a store", "with one that cannot store"])
+async def test_a_rank_that_cannot_store_goes_on_without_and_the_others_know_why_they_recompute(
+    by_its_own_word: bool,
+) -> None:
+    aside = FaultyStore(memory_backend(64), traits=attrs.evolve(TRAITS, cannot_store="its layout"))
+    async with cluster(by_rank={1: {"store": aside if by_its_own_word else None}}) as members:
+        acks = await on_all(*(one.back_up(one.node(1, A)) for one in members))
+        assert [ack.node_ids for ack in acks] == [(1,), (1,)], "host memory is as before"
+        await on_all(*(one.controller.wait_quiet(60) for one in members))
+        assert (members[0].backend.contents(), aside.contents()) == (frozenset(A), frozenset())
+        answers = await on_all(*(one.prefetch("host", A) for one in members))
+        assert [answer.pages for answer in answers] == [6, 6]
+        await on_all(*(one.restore("host", A) for one in members))
+        for one in members:
+            one.forget_host()
+        whole, without = await on_all(*(one.prefetch("store", A) for one in members))
+        assert whole.account is not None
+        assert without.account is not None
+        assert whole.account.store.reasons == {MissReason.RANK_WITHOUT_STORE: 6}
+        assert (without.account.reasons, without.account.store.queried) == ({MissReason.ABSENT: 6}, 0)
+
+
+async def test_a_group_whose_stores_hold_different_pages_is_not_taken_for_one_that_lacks_a_store() -> None:
+    async with cluster() as members:
+        await on_all(*(one.store_away(1, A) for one in members))
+        members[1].backend.discard(A[2:])
+        first, second = await on_all(*(one.prefetch("r", A) for one in members))
+        assert (first.pages, second.pages) == (2, 2)
+        await on_all(*(one.restore("r", A[:2]) for one in members))
+        assert members[0].controller.stats.store.reasons[MissReason.RANKS_DISAGREED] == 4
+        assert members[1].controller.stats.store.reasons[MissReason.ABSENT] == 4
+
+
+async def test_a_store_that_cannot_store_is_described_and_closed_like_any_other() -> None:
+    aside = FaultyStore(memory_backend(64), traits=attrs.evolve(TRAITS, cannot_store="its role"))
+    async with single(store=None) as member:
+        await traffic(member)
+        await member.controller.attach_store(aside)
+        assert member.controller.describe()["store"] is not None
+        with pytest.raises(ConfigError, match="is attached"):
+            await member.controller.attach_store(new_store())
+        with pytest.raises(CheckpointError):
+            await member.controller.checkpoint("it has no store to go to")
+        assert aside.contents() == frozenset()
+        await member.controller.detach_store()
+        assert member.controller.describe()["store"] is None

@@ -11,7 +11,7 @@ import pytest
 
 from kvcr_actors.cli.app import run
 
-PROGRAM = (sys.executable, "-m", "kvcr_actors.cli")
+PROGRAM = (sys.executable, "-m", "kvcr_actors")
 SMALL = ("--limit", "60", "--device-blocks", "64", "--host-blocks", "128", "--no-progress")
 
 

@@ -1,4 +1,4 @@
-"""Ctrl-C in a real process: status 130, one line, and nothing half written."""
+"""Ctrl-C and SIGTERM in a real process: status, one line, and nothing half written."""
 
 from __future__ import annotations
 
@@ -26,17 +26,24 @@ def long_trace(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("seconds_after_start", [0.0, 3.0], ids=["while it starts", "while it runs"])
-@pytest.mark.parametrize("loop", ["asyncio", "trio"])
-def test_an_interrupt_leaves_neither_files_nor_a_store_folder(
-    tmp_path: Path, loop: str, seconds_after_start: float
+@pytest.mark.parametrize(
+    ("sent", "loop", "word", "status"),
+    [
+        (signal.SIGINT, "asyncio", "interrupted", 130),
+        (signal.SIGINT, "trio", "interrupted", 130),
+        (signal.SIGTERM, "asyncio", "terminated", 143),
+    ],
+)
+def test_scenario_54_a_signal_during_io_ends_the_run_in_time_and_withdraws_its_own_data_alone(
+    tmp_path: Path, sent: signal.Signals, loop: str, word: str, status: int, seconds_after_start: float
 ) -> None:
     trace = long_trace(tmp_path)
     outputs, temporary = tmp_path / "outputs", tmp_path / "temporary"
     outputs.mkdir()
-    temporary.mkdir()
+    (temporary / "kvcr-actors-of-another").mkdir(parents=True)
     arguments = ["--loop", loop, "--store", "disk", "--json", outputs / "report.json", "--plot", outputs / "hits.png"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "kvcr_actors.cli", "replay", trace, *arguments],
+        [sys.executable, "-m", "kvcr_actors", "replay", trace, *arguments],
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -48,14 +55,15 @@ def test_an_interrupt_leaves_neither_files_nor_a_store_folder(
         assert process.stderr is not None
         assert "effective configuration" in process.stderr.readline()
         time.sleep(seconds_after_start)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(sent)
         output, errors = process.communicate(timeout=60)
     finally:
         process.kill()
         process.wait()
-    assert process.returncode == 130
+    assert process.returncode == status
     assert output == ""
-    assert errors.splitlines()[-1] == "kvcr-actors replay: interrupted; no output was written"
+    assert errors.splitlines()[-1] == f"kvcr-actors replay: {word}; no output was written"
     assert "Traceback" not in errors
     assert list(outputs.iterdir()) == []
-    assert [path.name for path in temporary.iterdir() if path.name.startswith("kvcr-actors-")] == []
+    left = [path.name for path in temporary.iterdir() if path.name.startswith("kvcr-actors-")]
+    assert left == ["kvcr-actors-of-another"]

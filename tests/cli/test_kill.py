@@ -25,7 +25,7 @@ PATIENCE_S = 60.0
 
 
 def start(*arguments: str | Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "kvcr_actors.cli", "replay", *ARGUMENTS, *arguments]
+    command = [sys.executable, "-m", "kvcr_actors", "replay", *ARGUMENTS, *arguments]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
@@ -61,7 +61,7 @@ def assert_sound(report: dict, served: Sequence[str]) -> None:
         assert report["hits"][tier] > 0
 
 
-def test_a_killed_run_leaves_a_store_that_opens_and_serves_only_right_pages(tmp_path: Path) -> None:
+def test_scenario_33_a_killed_run_leaves_a_store_that_opens_and_serves_only_right_pages(tmp_path: Path) -> None:
     store, result = tmp_path / "store", tmp_path / "report.json"
     killed = [kill_when_it_holds(size, store, start("--store-path", store)) for size in (40_000, 400_000, 2_000_000)]
     assert all(killed)

@@ -9,16 +9,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import attrs
 import pytest
 
 from kvcr_actors.cli.app import run
 from kvcr_actors.errors import DeviceError
 from kvcr_actors.replay import session
+from kvcr_actors.replay.options import ReplayOptions, option_name
 from kvcr_actors.replay.report import ReplayReport
 from kvcr_actors.stores.disk import DiskMedium
 from kvcr_actors.stores.disk_folder import StoreFolder
 
-PROGRAM = [sys.executable, "-m", "kvcr_actors.cli", "replay", "--limit", "60", "--page-bytes", "64"]
+PROGRAM = [sys.executable, "-m", "kvcr_actors", "replay", "--limit", "60", "--page-bytes", "64"]
 SMALL = ["replay", "--limit", "60", "--page-bytes", "64", "--no-progress"]
 
 
@@ -36,6 +38,18 @@ def test_a_healthy_run_writes_its_files_prints_its_table_and_ends_with_0(
     assert f"60 requests asked for {made['blocks']:,} blocks" in output.out
     assert ["--limit", "60", "command", "line"] in [line.split() for line in output.err.splitlines()]
     assert ["--store", "memory", "default"] in [line.split() for line in output.err.splitlines()]
+
+
+def test_scenario_56_the_effective_configuration_is_printed_once_with_the_source_of_each_value(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run([*SMALL, "--host-blocks", "64"]) == 0
+    lines = [line.split() for line in capsys.readouterr().err.splitlines()]
+    assert lines.count(["effective", "configuration"]) == 1
+    for field in attrs.fields(ReplayOptions):
+        (line,) = [line for line in lines if line and line[0] == option_name(field.name)]
+        given = option_name(field.name) in ("--limit", "--page-bytes", "--host-blocks", "--progress")
+        assert (line[-2:] == ["command", "line"]) if given else (line[-1] == "default")
 
 
 def test_an_unhealthy_run_still_reports_and_ends_with_1(

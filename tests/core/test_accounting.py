@@ -28,7 +28,7 @@ def outcomes(draw: st.DrawFn) -> PrefixOutcome:
 
 
 @given(outcome=outcomes())
-def test_queried_is_used_plus_the_sum_of_the_reasons_in_each_tier(outcome: PrefixOutcome) -> None:
+def test_scenario_55_queried_is_used_plus_the_sum_of_the_reasons_in_each_tier(outcome: PrefixOutcome) -> None:
     account = settle(outcome)
     for tier in (account.host, account.store):
         assert tier.queried == tier.used + sum(tier.reasons.values())

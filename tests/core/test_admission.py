@@ -34,7 +34,7 @@ def test_pages_in_flight_are_bounded_by_themselves() -> None:
     assert limits.admit(5, 6) is MissReason.QUEUE_FULL
 
 
-def test_fifty_long_requests_on_memory_for_five_are_bounded() -> None:
+def test_scenario_29_fifty_long_requests_on_memory_for_five_are_bounded() -> None:
     limits = PrefetchAdmission(threshold_pages=1, capacity_pages=500, reserve_fraction=0.1, in_flight_limit=10_000)
     in_flight, admitted = 0, 0
     for _ in range(50):
@@ -53,7 +53,7 @@ def test_the_share_is_whole_pages_whatever_floats_do(capacity: int, fraction: fl
     ("values", "words"),
     [((1, 0, 0.1, 10), "host pages"), ((5, 5, 0.1, 10), "one takes 5"), ((4, 100, 0.1, 3), "in_flight_pages 3")],
 )
-def test_a_configuration_that_could_admit_nothing_refuses_to_start(values: tuple, words: str) -> None:
+def test_scenario_50_a_configuration_that_could_admit_nothing_refuses_to_start(values: tuple, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         PrefetchAdmission(*values)
 

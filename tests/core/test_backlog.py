@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 
-from kvcr_actors.core.backlog import EventBacklog, weight
+import pytest
+
+from kvcr_actors.core.backlog import EventBacklog, _NetChange, weight
 from kvcr_actors.core.inventory import (
     BlocksRemoved,
     BlocksStored,
@@ -79,6 +81,39 @@ def test_without_coalescing_only_the_oldest_go() -> None:
     backlog.push([stored(b"a"), removed(b"a"), stored(b"b")], coalesce=False)
     assert drain(backlog) == [removed(b"a"), stored(b"b")]
     assert (backlog.coalesced, backlog.dropped, backlog.has_gap) == (0, 1, True)
+
+
+def test_a_full_queue_is_not_coalesced_anew_for_every_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    backlog, looks = EventBacklog(1_000), 0
+    add = _NetChange.add
+
+    def count(net: _NetChange, event: InventoryEvent) -> None:
+        nonlocal looks
+        looks += 1
+        add(net, event)
+
+    monkeypatch.setattr(_NetChange, "add", count)
+    monkeypatch.setattr("kvcr_actors.core.backlog._PART_KEYS", 1)
+    tiers = list(Tier)
+    for number in range(4_000):
+        backlog.push([stored(number.to_bytes(2, "big"), tier=tiers[number % 3])])
+    assert backlog.coalesced == 0
+    assert 1_000 < looks < 20_000
+
+
+def test_coalesced_changes_are_dropped_and_told_in_parts() -> None:
+    backlog = EventBacklog(10_000)
+    for number in range(10_001):
+        backlog.push([stored(number.to_bytes(2, "big"))])
+    assert (len(backlog), backlog.dropped) == (10_001 - 4_096, 4_096)
+
+
+def test_what_is_stored_twice_and_removed_once_is_gone() -> None:
+    backlog = EventBacklog(3)
+    backlog.push([stored(b"a")])
+    drain(backlog)
+    backlog.push([stored(b"a"), removed(b"a"), stored(b"b"), removed(b"b")])
+    assert drain(backlog) == [removed(b"a")]
 
 
 def test_any_history_ends_in_the_same_index() -> None:

@@ -90,7 +90,7 @@ def test_pages_without_components_are_bounded_too() -> None:
 
 
 @pytest.mark.parametrize(("free", "needed"), [(3, 2), (3, 3), (3, 4), (3, 5), (0, 2)])
-def test_no_more_is_evicted_than_is_needed(free: int, needed: int) -> None:
+def test_scenario_41_no_more_is_evicted_than_is_needed(free: int, needed: int) -> None:
     tier = HostTier(ONE_POOL, 8)
     ready(tier, "abcdefgh"[: 8 - free])
     before = tier.ready_pages

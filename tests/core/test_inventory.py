@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvcr_actors.core.inventory import BlocksRemoved, BlocksStored, InventoryIndex, Ownership, TierCleared
+from kvcr_actors.errors import InvalidNodeError
 from kvcr_actors.types import Tier
 
 STORE = Ownership.STORE
@@ -25,6 +26,11 @@ def test_a_clear_empties_one_tier() -> None:
     index.publish([BlocksStored(tier, (b"a",), (None,)) for tier in Tier])
     index.apply(TierCleared(Tier.HOST))
     assert [len(index.keys(tier)) for tier in Tier] == [1, 0, 1]
+
+
+def test_every_stored_key_has_a_parent() -> None:
+    with pytest.raises(InvalidNodeError, match="2 keys were stored with 1 parents"):
+        BlocksStored(Tier.HOST, (b"a", b"b"), (None,))
 
 
 def test_parents_are_kept_as_they_were_stored() -> None:

@@ -34,7 +34,7 @@ CHAIN = (
 NAMESPACE = Namespace("m", "w", "bfloat16", "page-first", 4096, (("tensor", 0, 2),))
 
 
-def test_golden_vectors_never_change() -> None:
+def test_scenario_12_golden_vectors_never_change() -> None:
     seed = chain_seed()
     assert seed.hex() == SEED
     assert tuple(key.hex() for key in page_keys([1, 2, 3], 1, seed)) == CHAIN
@@ -59,19 +59,19 @@ def test_the_encoding_is_the_one_that_other_languages_would_write() -> None:
     assert page_key(chain_seed(), (5, 6)) == hashlib.sha256(b"kvcr-actors/pg/4" + chain_seed() + tokens).digest()
 
 
-def test_three_fresh_processes_make_equal_keys() -> None:
+def test_scenario_12_three_fresh_processes_make_equal_keys() -> None:
     program = (
         "from kvcr_actors.core.keys import *\n"
         "seed = chain_seed(salt='s', adapter='x', extra=('e', 1))\n"
         "keys = page_keys(range(8), 2, seed)\n"
         "print(Namespace('m', 'w', 'd', 'l', 1).storage_key(keys[-1], 'kv').hex())"
     )
-    runs = [subprocess.run([sys.executable, "-c", program], capture_output=True, check=True) for _ in range(3)]
+    runs = [subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, env={}) for _ in range(3)]
     assert len({run.stdout for run in runs}) == 1
     assert len(runs[0].stdout.strip()) == 64
 
 
-def test_salts_and_adapters_make_disjoint_key_sets_and_leave_plain_keys_alone() -> None:
+def test_scenario_10_salts_and_adapters_make_disjoint_key_sets_and_leave_plain_keys_alone() -> None:
     tokens = range(32)
     sets = [
         set(page_keys(tokens, 4, chain_seed(page_tokens=4, salt=salt, adapter=adapter)))
@@ -102,7 +102,7 @@ seeds = st.tuples(texts, texts, st.lists(st.text(max_size=3) | st.integers(-3, 3
 
 
 @given(one=seeds, other=seeds)
-def test_different_salts_adapters_and_extras_never_meet(one: tuple, other: tuple) -> None:
+def test_scenario_11_different_salts_adapters_and_extras_never_meet(one: tuple, other: tuple) -> None:
     def seed(parts: tuple) -> bytes:
         return chain_seed(salt=parts[0], adapter=parts[1], extra=parts[2])
 
@@ -110,7 +110,7 @@ def test_different_salts_adapters_and_extras_never_meet(one: tuple, other: tuple
 
 
 @given(text=st.text(min_size=2, max_size=6), data=st.data())
-def test_moving_a_boundary_between_two_fields_changes_the_key(text: str, data: st.DataObject) -> None:
+def test_scenario_11_moving_a_boundary_between_two_fields_changes_the_key(text: str, data: st.DataObject) -> None:
     first, second = (data.draw(st.integers(0, len(text))) for _ in range(2))
     assume(first != second)
 
@@ -122,7 +122,7 @@ def test_moving_a_boundary_between_two_fields_changes_the_key(text: str, data: s
     assert not set(split(first)) & set(split(second))
 
 
-def test_a_bc_and_ab_c_never_meet() -> None:
+def test_scenario_11_a_bc_and_ab_c_never_meet() -> None:
     assert chain_seed(salt="a", adapter="bc") != chain_seed(salt="ab", adapter="c")
 
 
@@ -179,14 +179,14 @@ def test_malformed_keys_and_sizes_are_refused() -> None:
         {"ranks": ()},
     ],
 )
-def test_any_field_of_a_namespace_that_differs_is_a_miss(change: dict) -> None:
+def test_scenario_13_any_field_of_a_namespace_that_differs_is_a_miss(change: dict) -> None:
     key = page_key(chain_seed(), (1,))
     held = {NAMESPACE.storage_key(key): b"bytes of the first"}
     assert attrs.evolve(NAMESPACE, **change).storage_key(key) not in held
     assert attrs.evolve(NAMESPACE).storage_key(key) in held
 
 
-def test_shards_are_apart_and_replicas_are_shared_on_purpose() -> None:
+def test_scenario_14_shards_are_apart_and_replicas_are_shared_on_purpose() -> None:
     key = page_key(chain_seed(), (1,))
     shards = {attrs.evolve(NAMESPACE, ranks=(("tensor", rank, 4),)).storage_key(key) for rank in range(4)}
     replicas = {attrs.evolve(NAMESPACE, ranks=()).storage_key(key) for _ in range(4)}

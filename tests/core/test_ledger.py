@@ -51,7 +51,7 @@ def test_a_kept_claim_outlives_its_with_block_and_belongs_to_its_holder(ledger: 
     assert owned.is_released
 
 
-def test_two_claims_on_one_thing_are_independent(ledger: ClaimLedger) -> None:
+def test_scenario_21_two_claims_on_one_thing_are_independent(ledger: ClaimLedger) -> None:
     pins = {"page": 0}
 
     def unpin() -> None:

@@ -55,6 +55,32 @@ def test_phases_only_move_forward(held: HeldPrefix) -> None:
         held.end()
 
 
+def test_an_end_that_broke_off_is_taken_up_where_it_stopped(held: HeldPrefix) -> None:
+    held.extend(pages_of(held, [3, 3]))
+    broken = [OSError("planted")]
+    ended: list[str] = []
+
+    def break_once() -> None:
+        ended.append("asked")
+        if broken:
+            raise broken.pop()
+
+    held.when_ended(break_once)
+    held.when_ended(lambda: ended.append("last"))
+    with pytest.raises(OSError, match="planted"):
+        held.end()
+    assert (held.ledger.open, held.is_over) == (0, False)
+    held.end()
+    assert (ended, held.is_over) == (["asked", "last"], True)
+    assert held.host.clear() == 2
+
+
+def test_a_prefix_knows_whether_the_engine_was_told_how_it_ended(held: HeldPrefix) -> None:
+    assert not held.answered
+    assert held.answer("told") == "told"
+    assert held.answered
+
+
 def test_a_part_that_some_pool_cannot_restore_is_cut_off(held: HeldPrefix) -> None:
     held.extend(pages_of(held, [1, 3, 1]))
     held.truncate(LAYOUT)
@@ -64,6 +90,17 @@ def test_a_part_that_some_pool_cannot_restore_is_cut_off(held: HeldPrefix) -> No
     assert (len(held.pages), held.miss) == (2, MissReason.ABSENT)
     held.end()
     assert held.host.clear() == 3
+
+
+@pytest.mark.parametrize(
+    ("masks", "first", "whole"),
+    [([], 0, True), ([1, 1, 3], 3, True), ([1, 3, 1], 2, False), ([3, 2, 3], 1, False), ([3, 1], 1, False)],
+)
+def test_the_first_page_that_lacks_what_a_restore_of_all_needs_is_known(
+    held: HeldPrefix, masks: list[int], first: int, whole: bool
+) -> None:
+    held.extend(pages_of(held, masks) if masks else [])
+    assert (held.first_incomplete(LAYOUT), held.is_whole(LAYOUT)) == (first, whole)
 
 
 def test_a_release_without_a_pin_left_is_harmless(held: HeldPrefix) -> None:

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from array import array
+from concurrent.futures import ThreadPoolExecutor
 
 import anyio
 import pytest
@@ -86,6 +88,45 @@ async def test_a_copy_waits_for_its_fence_and_the_caller_does_not() -> None:
         assert (await operation.outcome()).failed == {}
         assert torch.equal(device.host.tensor(0)[1], late[0])
         await device.close(5)
+
+
+async def backups_behind_a_late_kernel(rounds: int) -> int:
+    """Each round a kernel writes a pattern late, behind the backup of its step: in how many the host lacks it."""
+    device, pages = make_device(LAYOUTS["one_plane"]), list(range(4))
+    plan = plan_copy(Direction.TO_HOST, [((pages,), (pages,))])
+    wrong = 0
+    async with open_services() as services:
+        await device.open(services)
+        with ThreadPoolExecutor(1) as stream:
+            for number in range(rounds):
+                pattern, fence = (
+                    torch.full((4, device.layout.pools[0].page_bytes), number % 251, dtype=torch.uint8),
+                    CpuFence(),
+                )
+
+                def kernel(pattern: torch.Tensor = pattern, fence: CpuFence = fence) -> None:
+                    time.sleep(0.0002)
+                    device.load(0, pages, pattern)
+                    fence.set()
+
+                operation = device.submit(plan, fence)
+                launched = stream.submit(kernel)
+                assert (await operation.outcome()).failed == {}
+                wrong += not torch.equal(device.host.tensor(0)[:4], pattern)
+                await anyio.to_thread.run_sync(launched.result)
+        await device.close(5)
+    return wrong
+
+
+async def test_scenario_01_a_thousand_backups_have_what_a_late_kernel_of_their_step_wrote() -> None:
+    assert await backups_behind_a_late_kernel(1000) == 0
+
+
+async def test_scenario_01_without_the_wait_for_its_fence_a_backup_loses_the_race(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(CpuFence, "wait", lambda fence, deadline_s: None)
+    assert await backups_behind_a_late_kernel(50) > 0
 
 
 @pytest.mark.parametrize("held", Direction)

@@ -235,7 +235,7 @@ async def backup_behind_a_late_writer(seed: int, *, fenced: bool, by_stream: boo
 
 
 @pytest.mark.parametrize("by_stream", [False, True])
-async def test_a_backup_waits_for_the_writer_of_its_pages(by_stream: bool) -> None:
+async def test_scenario_01_a_backup_waits_for_the_writer_of_its_pages(by_stream: bool) -> None:
     assert all([await backup_behind_a_late_writer(seed, fenced=True, by_stream=by_stream) for seed in range(8)])
     assert not all([await backup_behind_a_late_writer(seed, fenced=False) for seed in range(8)])
 

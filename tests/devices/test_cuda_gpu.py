@@ -154,11 +154,11 @@ async def slots_are_reused(rounds: int, *, after_quiet: bool) -> bool:
         return right
 
 
-async def test_a_backup_has_what_a_late_writer_wrote() -> None:
+async def test_scenario_01_a_backup_has_what_a_late_writer_wrote() -> None:
     assert await backups_see_the_writer(ROUNDS, fenced=True)
 
 
-async def test_without_its_fence_a_backup_loses_the_race() -> None:
+async def test_scenario_01_without_its_fence_a_backup_loses_the_race() -> None:
     assert not await backups_see_the_writer(20, fenced=False)
 
 
@@ -170,11 +170,11 @@ async def test_without_its_fence_a_restore_loses_the_race() -> None:
     assert not await restores_spare_the_reader(20, fenced=False)
 
 
-async def test_host_slots_reused_after_quiet_are_not_restored() -> None:
+async def test_scenario_02_host_slots_reused_after_quiet_are_not_restored() -> None:
     assert await slots_are_reused(ROUNDS, after_quiet=True)
 
 
-async def test_host_slots_reused_before_quiet_are() -> None:
+async def test_scenario_02_host_slots_reused_before_quiet_are() -> None:
     assert not await slots_are_reused(20, after_quiet=False)
 
 

@@ -5,17 +5,20 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from kvcr_actors.devices import host_memory
 from kvcr_actors.devices.host_limits import explain_shortage, memory_limits
 from kvcr_actors.devices.host_memory import POISON_BYTE, HostPools
 from kvcr_actors.errors import ConfigError, DeviceError, NoHostMemoryError
 from kvcr_actors.types import CacheLayout, PoolSpec
 
 LAYOUT = CacheLayout((PoolSpec("kv", 2, 4096), PoolSpec("odd", 3, 33)))
+MAP_NORESERVE = 0x4000
 
 
 class RecordingRegistrar:
@@ -55,7 +58,7 @@ def test_poison_overwrites_the_slots_given_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("huge_pages", [False, True])
-def test_memory_used_is_within_two_percent_of_what_was_asked_for(huge_pages: bool) -> None:
+def test_scenario_42_memory_used_is_within_two_percent_of_what_was_asked_for(huge_pages: bool) -> None:
     asked = 96 << 20
     script = f"""
 import re, torch
@@ -79,7 +82,7 @@ def test_several_threads_touch_every_page() -> None:
     assert not host.tensor(0)[::7, ::4096].any()
 
 
-def test_registration_goes_in_chunks_of_whole_slots_that_share_no_memory_page() -> None:
+def test_scenario_42_registration_goes_in_chunks_of_whole_slots_that_share_no_memory_page() -> None:
     registrar = RecordingRegistrar()
     host = HostPools(LAYOUT, 9000, registrar=registrar, register_chunk_bytes=500_000)
     assert host.is_registered
@@ -95,11 +98,36 @@ def test_registration_goes_in_chunks_of_whole_slots_that_share_no_memory_page() 
 
 
 @pytest.mark.parametrize("refuse", range(4))
-def test_a_refused_registration_is_rolled_back_and_named(refuse: int) -> None:
+def test_scenario_42_a_refused_registration_is_rolled_back_and_named(refuse: int) -> None:
     registrar = RecordingRegistrar(refuse)
     with pytest.raises(DeviceError, match=r"host pool (kv|odd): \d+ bytes at \d+ not registered: .*MemoryAllocation"):
         HostPools(LAYOUT, 9000, registrar=registrar, register_chunk_bytes=500_000)
     assert registrar.calls == refuse + 1
+    assert registrar.held == {}
+
+
+@pytest.mark.parametrize("refuse", [None, 20])
+def test_scenario_42_half_a_tebibyte_is_registered_in_chunks_and_rolled_back_as_a_whole(
+    monkeypatch: pytest.MonkeyPatch, refuse: int | None
+) -> None:
+    """Mapped, but never touched: that many bytes of addresses, not of memory."""
+    reserve = partial(mmap.mmap, -1, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+    monkeypatch.setattr(host_memory, "_map", lambda size, huge_pages: reserve(size))
+    monkeypatch.setattr(host_memory, "_touch", lambda tensors, threads: None)
+    registrar, layout = RecordingRegistrar(refuse), CacheLayout((PoolSpec("kv", 64, 32 << 10),))
+    slots = (512 << 30) // layout.page_bytes
+    if refuse is not None:
+        with pytest.raises(
+            DeviceError, match=f"host pool kv: {16 << 30} bytes at {refuse * (16 << 30)} not registered"
+        ):
+            HostPools(layout, slots, registrar=registrar, free_bytes=1 << 50)
+        assert registrar.held == {}
+        return
+    host = HostPools(layout, slots, registrar=registrar, free_bytes=1 << 50)
+    assert len(registrar.held) == 32
+    assert sum(registrar.held.values()) == 512 << 30
+    assert len(host.buffer(0)) == 512 << 30
+    host.close()
     assert registrar.held == {}
 
 
@@ -111,7 +139,7 @@ def test_pools_that_nobody_closed_are_unregistered_when_they_go() -> None:
     assert registrar.held == {}
 
 
-def test_memory_that_is_not_free_is_refused_before_it_is_taken() -> None:
+def test_scenario_43_memory_that_is_not_free_is_refused_before_it_is_taken() -> None:
     with pytest.raises(NoHostMemoryError, match="free_bytes"):
         HostPools(LAYOUT, 10, free_bytes=LAYOUT.page_bytes * 10 - 1)
     HostPools(LAYOUT, 10, free_bytes=LAYOUT.page_bytes * 10)
@@ -157,7 +185,7 @@ def make_root(root: Path, groups: str, files: dict[str, str]) -> Path:
     return root
 
 
-def test_the_tightest_limit_of_a_v2_hierarchy_counts_and_page_cache_makes_way(tmp_path: Path) -> None:
+def test_scenario_43_the_tightest_limit_of_a_v2_hierarchy_counts_and_page_cache_makes_way(tmp_path: Path) -> None:
     root = make_root(
         tmp_path,
         "0::/pod/box\n",
@@ -177,7 +205,7 @@ def test_the_tightest_limit_of_a_v2_hierarchy_counts_and_page_cache_makes_way(tm
     assert explain_shortage(250000, limits) is None
 
 
-def test_a_v1_container_whose_path_is_the_hosts_falls_back_to_the_mounts_root(tmp_path: Path) -> None:
+def test_scenario_43_a_v1_container_whose_path_is_the_hosts_falls_back_to_the_mounts_root(tmp_path: Path) -> None:
     root = make_root(
         tmp_path,
         "9:name=systemd:/\n4:cpu,memory:/docker/abc\n0::/\n",
@@ -190,7 +218,7 @@ def test_a_v1_container_whose_path_is_the_hosts_falls_back_to_the_mounts_root(tm
     assert [(limit.total, limit.free) for limit in memory_limits(root)] == [(400000, 0), (1024000, 921600)]
 
 
-def test_a_v1_group_without_a_limit_does_not_count(tmp_path: Path) -> None:
+def test_scenario_43_a_v1_group_without_a_limit_does_not_count(tmp_path: Path) -> None:
     root = make_root(
         tmp_path,
         "4:memory:/box\n",

@@ -44,6 +44,10 @@ def test_what_is_no_endpoint_is_refused_by_name(text: str) -> None:
         ({"endpoint": "0"}, "events port 0"),
         ({"endpoint": "5557", "replay_endpoint": "5559", "data_parallel_size": 4}, "both use port 5559 over 4 ranks"),
         ({"endpoint": "ipc://a", "replay_endpoint": "ipc://a"}, "events and replay share ipc://a"),
+        (
+            {"endpoint": "ipc://a_dp1", "replay_endpoint": "ipc://a", "data_parallel_size": 2},
+            "events and replay share ipc://a_dp1",
+        ),
         ({"endpoint": "5557", "data_parallel_rank": 2, "data_parallel_size": 2}, "rank 2 of 2 does not exist"),
         ({"endpoint": "5557", "tensor_rank": -1}, "tensor_rank must be 0 or more"),
         ({"endpoint": "5557", "heartbeat_s": 6.0}, "heartbeat_s 6 and silent_after_s 5"),
@@ -74,6 +78,15 @@ def test_the_last_port_can_be_used() -> None:
 )
 def test_it_is_known_whether_others_can_listen(endpoint: str, replay: str | None, exposed: bool) -> None:
     assert EventsConfig(endpoint, replay).is_exposed is exposed
+
+
+def test_each_rank_keeps_its_numbers_in_a_file_of_its_own() -> None:
+    paths = [
+        EventsConfig("5557", data_parallel_size=2, data_parallel_rank=rank, sequence_file=Path("/run/kv")).sequence_path
+        for rank in range(2)
+    ]
+    assert paths == [Path("/run/kv"), Path("/run/kv_dp1")]
+    assert EventsConfig("5557").sequence_path is None
 
 
 def test_readers_that_cannot_replay_are_told_everything_when_they_join() -> None:

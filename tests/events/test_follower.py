@@ -85,6 +85,14 @@ def test_a_removal_of_what_is_not_held_is_a_fault_and_a_repeated_store_is_not() 
     assert follower.faults == ["1 blocks were removed while not held"]
 
 
+def test_what_was_removed_while_batches_were_missing_contradicts_nothing() -> None:
+    follower = StreamFollower(can_replay=False)
+    follower.receive(0, batch(CLEAR))
+    follower.receive(2, batch(BlockRemoved([9], "CPU")))
+    follower.receive(3, batch(CLEAR))
+    assert (follower.index.anomalies, follower.faults) == (1, [])
+
+
 def test_an_owners_clear_leaves_the_others_alone() -> None:
     follower = StreamFollower(can_replay=False)
     owned = BlockStored([2], None, [0], 1, None, "CPU", None, ownership="kvcr")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Mapping
 
 import pytest
@@ -27,16 +28,17 @@ STEPS = (
     "send",
     "lossy",
     "restart",
+    "learn",
+    "learn",
 )
-steps = st.lists(st.tuples(st.sampled_from(STEPS), st.sampled_from(list(Tier)), st.integers(1, 6)), max_size=60)
-bounds = st.sampled_from(
-    [
-        StreamLimits(snapshot_pause_s=0.0),
-        StreamLimits(events=2, blocks=3, buffer_batches=4, snapshot_pause_s=0.0),
-        StreamLimits(events=3, blocks=8, buffer_batches=6, backlog_changes=7, snapshot_pause_s=0.0),
-        StreamLimits(events=3, blocks=8, buffer_batches=6, backlog_changes=7, snapshot_pause_s=4.0),
-    ]
+steps = st.lists(st.tuples(st.sampled_from(STEPS), st.sampled_from(list(Tier)), st.integers(1, 6)), max_size=80)
+LIMITS = (
+    StreamLimits(snapshot_pause_s=0.0),
+    StreamLimits(events=2, blocks=3, buffer_batches=4, snapshot_pause_s=0.0),
+    StreamLimits(events=3, blocks=8, buffer_batches=6, backlog_changes=7, snapshot_pause_s=0.0),
+    StreamLimits(events=3, blocks=8, buffer_batches=6, backlog_changes=7, snapshot_pause_s=4.0),
 )
+bounds = st.sampled_from(LIMITS)
 
 
 def play(world: World, plan: Iterable[tuple[str, Tier, int]]) -> None:
@@ -62,14 +64,31 @@ def play(world: World, plan: Iterable[tuple[str, Tier, int]]) -> None:
                 world.lose = lambda: False
             case "restart":
                 world.restart()
+            case "learn":
+                world.learn(count)
     world.settle()
     world.assert_followed()
 
 
-@settings(max_examples=150, deadline=None)
-@given(seed=st.integers(0, 1 << 20), plan=steps, limits=bounds)
-def test_a_follower_ends_with_the_content(seed: int, plan: list[tuple[str, Tier, int]], limits: StreamLimits) -> None:
-    play(World(seed, limits=limits), plan)
+@settings(max_examples=200, deadline=None)
+@given(seed=st.integers(0, 1 << 20), plan=steps, limits=bounds, known=st.booleans())
+def test_a_follower_ends_with_the_content(
+    seed: int, plan: list[tuple[str, Tier, int]], limits: StreamLimits, *, known: bool
+) -> None:
+    """Also where what the pages were computed from becomes known only later."""
+    play(World(seed, limits=limits, known=known), plan)
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("limits", LIMITS)
+def test_a_follower_ends_with_the_content_of_long_histories(limits: StreamLimits, *, known: bool) -> None:
+    for seed in range(100):
+        rng = random.Random(seed)
+        # Some go without what makes all easy again, some without what makes any order of removals right.
+        left_out = {0: ("clear", "restart"), 1: ("evict_any",), 2: ("clear", "restart", "evict_any")}.get(seed % 4, ())
+        steps = [step for step in STEPS if step not in left_out]
+        plan = [(rng.choice(steps), rng.choice(list(Tier)), rng.randint(1, 6)) for _ in range(120)]
+        play(World(seed, limits=limits, known=known), plan)
 
 
 def _as_named(pages: Mapping[PageKey, PageKey | None]) -> list[PageKey]:

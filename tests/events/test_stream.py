@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import threading
+from array import array
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count
+from typing import Any
 
+import numpy as np
 import pytest
 
 from kvcr_actors.core.inventory import BlocksRemoved, BlocksStored, InventoryEvent
@@ -38,6 +42,10 @@ class Desk:
         self.table = ContextTable()
         self.stream = EventStream(DIALECTS[dialect], self.table, count().__next__, limits=limits)
         self.now = 0.0
+
+    def forget(self, key: PageKey) -> None:
+        for half in (self.table._late, self.table._early):
+            half.places.pop(key, None)
 
     def send(self, events: Iterable[InventoryEvent] = ()) -> list[Message]:
         self.stream.push(events)
@@ -111,6 +119,19 @@ def test_a_block_of_unknown_origin_waits_until_an_event_names_it_with_one() -> N
     assert desk.stream.describe()["untold"] == 0
 
 
+@pytest.mark.parametrize("untold", [0, 1])
+def test_a_block_told_late_and_a_new_one_are_told_parents_first(untold: int) -> None:
+    desk = Desk()
+    keys, context = pages_of(3)
+    desk.send()
+    assert desk.told([stored(Tier.DEVICE, keys[: untold + 1], untold)]) == []
+    desk.table.note(keys, context)
+    told = desk.told([stored(Tier.DEVICE, keys)])
+    assert [event.block_hashes for event in told if isinstance(event, BlockStored)] == [
+        [router_key(key) for key in keys]
+    ]
+
+
 def test_what_was_never_told_is_not_taken_back() -> None:
     desk = Desk()
     keys, _ = pages_of(2)
@@ -129,6 +150,32 @@ def test_a_device_block_that_was_cut_off_is_stated_again_with_its_parent() -> No
     assert desk.stream.describe()["restated"] == 2
 
 
+def test_a_block_that_was_cut_off_and_went_is_stated_no_more() -> None:
+    desk = Desk()
+    keys, context = pages_of(3)
+    desk.table.note(keys, context)
+    desk.send()
+    desk.told([stored(Tier.DEVICE, keys), BlocksRemoved(Tier.DEVICE, keys[1:2]), BlocksRemoved(Tier.DEVICE, keys[2:])])
+    desk.told([stored(Tier.DEVICE, keys, 1)])
+    assert [event.medium for event in desk.told([stored(Tier.HOST, keys)]) if isinstance(event, BlockStored)] == ["CPU"]
+    assert desk.stream.describe()["restated"] == 0
+
+
+def test_a_block_whose_origin_is_forgotten_while_it_is_cut_off_waits_as_any_other() -> None:
+    desk = Desk()
+    keys, context = pages_of(3)
+    desk.table.note(keys, context)
+    desk.send()
+    desk.told([stored(Tier.DEVICE, keys), BlocksRemoved(Tier.DEVICE, keys[1:2])])
+    desk.forget(keys[2])
+    back = BlocksStored(Tier.DEVICE, keys[1:2], keys[:1])
+    desk.told([back, BlocksRemoved(Tier.DEVICE, keys[1:2])])
+    desk.table.note(keys, context)
+    assert [event.block_hashes for event in desk.told([back]) if isinstance(event, BlockStored)] == [
+        [router_key(keys[1])]
+    ]
+
+
 def test_a_block_too_large_for_a_batch_is_counted_and_holds_up_nothing() -> None:
     desk = Desk(StreamLimits(payload_bytes=1_024))
     wide = page_keys(range(400), 400, chain_seed(page_tokens=400))
@@ -138,6 +185,55 @@ def test_a_block_too_large_for_a_batch_is_counted_and_holds_up_nothing() -> None
     desk.send()
     assert len(desk.told([stored(Tier.HOST, wide), stored(Tier.HOST, keys)])) == 1
     assert desk.stream.describe()["inexpressible"] == 1
+
+
+@pytest.mark.parametrize("odd", [-1, 1 << 32, 1.5, "word", None])
+def test_a_token_that_the_wire_cannot_say_ends_its_chain_there_and_stops_nothing_else(odd: Any) -> None:
+    desk = Desk()
+    keys, context = pages_of(4)
+    tokens = list(context.tokens)
+    tokens[2 * SIZE + 1] = odd
+    desk.table.note(keys, PageContext(tokens, SIZE))
+    others, other = pages_of(2, 500)
+    desk.table.note(others, other)
+    desk.send()
+    told = desk.told([stored(Tier.DEVICE, keys), stored(Tier.DEVICE, others)])
+    assert [len(event.block_hashes) for event in told if isinstance(event, BlockStored)] == [2, 2]
+    assert (desk.stream.describe()["inexpressible"], desk.stream.describe()["untold"]) == (2, 2)
+    gone = desk.told([BlocksRemoved(Tier.DEVICE, keys[::-1])])
+    assert [event.block_hashes for event in gone if isinstance(event, BlockRemoved)] == [
+        [router_key(key) for key in keys[1::-1]]
+    ]
+
+
+def test_tokens_that_are_too_few_are_not_told_as_those_of_another_block() -> None:
+    desk = Desk()
+    keys, context = pages_of(3)
+
+    class Short:
+        def find(self, key: PageKey) -> tuple[PageContext, int]:
+            place = keys.index(key)
+            return context, 9 if place == 1 else place
+
+    desk.stream = EventStream(DIALECTS["dynamo"], Short(), count().__next__)
+    desk.send()
+    (event,) = desk.told([stored(Tier.HOST, keys)])
+    assert isinstance(event, BlockStored)
+    assert (event.block_hashes, event.token_ids) == ([router_key(keys[0])], list(context.page(0)))
+
+
+@pytest.mark.parametrize(
+    "form", [list, tuple, bytes, lambda tokens: array("q", tokens), lambda tokens: list(np.array(tokens))]
+)
+def test_tokens_may_come_in_any_sequence_of_integers(form: Callable[[list[int]], Sequence[int]]) -> None:
+    desk = Desk()
+    tokens = list(range(2 * SIZE))
+    keys = page_keys(tokens, SIZE, chain_seed(page_tokens=SIZE))
+    desk.table.note(keys, PageContext(form(tokens), SIZE))
+    desk.send()
+    (event,) = desk.told([stored(Tier.HOST, keys)])
+    assert isinstance(event, BlockStored)
+    assert event.token_ids == tokens
 
 
 def test_an_overflow_ends_in_a_snapshot_and_a_follower_is_right_again() -> None:
@@ -174,6 +270,30 @@ def test_a_replay_reaches_back_as_far_as_the_buffer_or_says_that_it_does_not() -
     desk.now = 2.0
     desk.send()
     assert desk.stream.covers(0)  # what came before the clear does not matter any more
+
+
+def test_snapshots_leave_readers_most_of_the_time_with_a_whole_index() -> None:
+    """However often a reader that cannot follow asks for one."""
+    desk = Desk(StreamLimits(events=1, blocks=1, payload_bytes=1_024))
+    keys, context = pages_of(100)
+    desk.table.note(keys, context)
+    desk.send([stored(Tier.HOST, keys)])
+    desk.now = 1_000.0
+    told: list[bool] = []
+    for _ in range(2_000):
+        desk.stream.ask_snapshot()
+        desk.now += 1.0
+        told.append(desk.stream.next_message(desk.now, 0.0) is not None)
+    assert desk.stream.snapshots == 3
+    assert told.count(True) == 2 * (2 + 100)
+
+
+def test_a_replay_that_lacks_the_engines_clear_does_not_begin_at_the_stores() -> None:
+    desk = Desk(StreamLimits(events=1, buffer_batches=2))
+    desk.send()  # two clears, a batch each
+    assert desk.stream.covers(0)
+    desk.stream.heartbeat(0.0)
+    assert not desk.stream.covers(0)
 
 
 def test_the_replay_buffer_is_bounded_in_bytes() -> None:
@@ -222,6 +342,53 @@ def test_the_table_forgets_the_earlier_half() -> None:
     assert table.find(runs[-1][0][1]) == (runs[-1][1], 1)
     with pytest.raises(InvalidNodeError, match="1 keys for a context of 2 pages"):
         table.note(runs[0][0][:1], runs[0][1])
+
+
+@pytest.mark.parametrize("look", range(1, 6))
+def test_a_page_that_is_noted_anew_while_it_is_looked_for_is_not_found_half_old(look: int) -> None:
+    """The interleaving of two threads, made by a key that has itself noted at one of the looks at it."""
+    keys, first = pages_of(3)
+    second = PageContext(range(SIZE), SIZE)
+    table = ContextTable()
+    table.note(keys, first)
+    looks = 0
+
+    class Key(bytes):
+        __slots__ = ()
+
+        def __hash__(self) -> int:
+            nonlocal looks
+            looks += 1
+            if looks == look:
+                table.note(keys[2:], second)
+            return super().__hash__()
+
+    assert table.find(Key(keys[2])) in ((first, 2), (second, 0))
+
+
+def test_a_page_that_is_looked_for_while_it_is_noted_anew_is_not_found_half_old() -> None:
+    keys, first = pages_of(3)
+    second = PageContext(range(SIZE), SIZE)
+    table = ContextTable()
+    table.note(keys, first)
+    found: list[object] = []
+    reader = threading.Thread(target=lambda: found.append(table.find(keys[2])))
+    looks = 0
+
+    class Key(bytes):
+        __slots__ = ()
+
+        def __hash__(self) -> int:
+            nonlocal looks
+            looks += 1
+            if looks == 2:  # its context is written, its place is not
+                reader.start()
+                reader.join(0.2)
+            return super().__hash__()
+
+    table.note([Key(keys[2])], second)
+    reader.join()
+    assert found in ([(first, 2)], [(second, 0)])
 
 
 @pytest.mark.parametrize(("tokens", "size"), [((), 1), ((1, 2, 3), 2), ((1,), 0)])

@@ -74,6 +74,7 @@ def test_foreign_streams_are_read_too() -> None:
         msgspec.msgpack.encode([1.0]),
         msgspec.msgpack.encode([1.0, [{"type": "BlockMoved"}]]),
         msgspec.msgpack.encode([1.0, [{"type": "BlockRemoved", "block_hashes": ["text"]}]]),
+        b"\x92\xca\0\0\0\0\x91\x82\xa4type\xabBlockStored\xaaextra_keys" + 5_000 * b"\x91" + b"\xc0",
         bytes(MAX_PAYLOAD_BYTES + 1),
     ],
 )

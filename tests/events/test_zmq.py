@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,17 @@ import pytest
 import structlog
 import zmq
 
-from kvcr_actors.core.inventory import BlocksRemoved, BlocksStored
+from kvcr_actors.core.inventory import BlocksRemoved, BlocksStored, InventoryEvent
 from kvcr_actors.core.keys import chain_seed, page_keys, router_key
-from kvcr_actors.errors import DeadlineError, EventEndpointError
+from kvcr_actors.errors import ConfigError, DeadlineError, EventEndpointError
+from kvcr_actors.events import sequence
 from kvcr_actors.events.config import EventsConfig
 from kvcr_actors.events.contexts import ContextTable
 from kvcr_actors.events.follower import StreamFollower
 from kvcr_actors.events.reader import EventReader
 from kvcr_actors.events.sockets import PublisherSockets
-from kvcr_actors.events.stream import Message, StreamLimits
-from kvcr_actors.events.wire import END_OF_REPLAY, encode_sequence
+from kvcr_actors.events.stream import EventStream, Message, StreamLimits
+from kvcr_actors.events.wire import END_OF_REPLAY, AllBlocksCleared, decode_batch, encode_sequence
 from kvcr_actors.events.zmq import ZmqEventSink
 from kvcr_actors.testing.services import open_services
 from kvcr_actors.types import PageContext, PageKey, Tier
@@ -50,6 +52,12 @@ def removed(keys: Sequence[PageKey]) -> BlocksRemoved:
 def config_at(folder: Path, *, replay: bool = True, **more: Any) -> EventsConfig:
     values = {"heartbeat_s": 0.1, "silent_after_s": 1.0, **more}
     return EventsConfig(f"ipc://{folder}/events", f"ipc://{folder}/replay" if replay else None, **values)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 @asynccontextmanager
@@ -160,14 +168,91 @@ async def test_a_replay_larger_than_every_queue_reaches_a_slow_reader_whole(tmp_
         assert not (await follow(config, holds(*HASHES[990:]))).faults
 
         def read_all() -> int:
-            count = 0
+            batches = 0
             while dealer.poll(5_000) and dealer.recv_multipart()[-2] != END_OF_REPLAY:
-                count += 1
-            return count
+                batches += 1
+            return batches
 
         with anyio.fail_after(20):
             assert await anyio.to_thread.run_sync(read_all) > 4_000
         dealer.close(0)
+
+
+@contextmanager
+def socket_pair(
+    folder: Path, limits: StreamLimits
+) -> Generator[tuple[PublisherSockets, EventStream, zmq.Socket[bytes]]]:
+    """A publisher without its thread, and the socket of a reader of replays that takes one batch at a time."""
+    config = config_at(folder)
+    assert config.replay is not None
+    stream = EventStream(config.wire, CONTEXTS, count().__next__, limits=limits)
+    sockets = PublisherSockets(config)
+    dealer = zmq.Context[zmq.Socket[bytes]].instance().socket(zmq.DEALER)
+    try:
+        dealer.setsockopt(zmq.RCVHWM, 1)
+        dealer.connect(config.replay.at(0))
+        yield sockets, stream, dealer
+    finally:
+        dealer.close(0)
+        sockets.close()
+
+
+def send_all(stream: EventStream, events: Sequence[InventoryEvent] = ()) -> list[Message]:
+    stream.push(events)
+    messages: list[Message] = []
+    while (message := stream.next_message(float(stream.batches), 0.0)) is not None:
+        messages.append(message)
+    return messages
+
+
+async def test_a_replay_ends_although_its_rest_is_no_longer_kept(tmp_path: Path) -> None:
+    """A slow reader must not wait for an end that never comes; a snapshot tells it what it missed."""
+    limits = StreamLimits(events=1, blocks=1, payload_bytes=1_024, buffer_batches=1_010, snapshot_pause_s=0.0)
+    with socket_pair(tmp_path, limits) as (sockets, stream, dealer):
+        send_all(stream, [stored(0, 1_000)])
+        dealer.send_multipart((b"", encode_sequence(0)))
+        for _ in range(20):  # its queues fill
+            sockets.serve_readers(stream)
+            await anyio.sleep(0.01)
+        send_all(stream, [removed(KEYS)])
+        read = 0
+        with anyio.fail_after(20):
+            while True:
+                sockets.serve_readers(stream)
+                if await anyio.to_thread.run_sync(dealer.poll, 10):
+                    if dealer.recv_multipart()[-2] == END_OF_REPLAY:
+                        break
+                    read += 1
+        assert 0 < read < 1_000
+        assert AllBlocksCleared() in [
+            event for _, payload in send_all(stream) for event in decode_batch(payload).events
+        ]
+
+
+async def test_a_replay_that_nobody_reads_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcr_actors.events.sockets._REPLAY_STALL_S", 0.0)
+    with socket_pair(tmp_path, StreamLimits(events=1, blocks=1, payload_bytes=1_024)) as (sockets, stream, dealer):
+        send_all(stream, [stored(0, 1_000)])
+        dealer.send_multipart((b"", encode_sequence(0)))
+        with anyio.fail_after(20), structlog.testing.capture_logs() as logs:
+            while not logs:
+                sockets.serve_readers(stream)
+                await anyio.sleep(0.01)
+        assert [line["event"] for line in logs] == ["events.replay_given_up"]
+        assert sockets.next_look_s == 0.05
+        assert AllBlocksCleared() in [
+            event for _, payload in send_all(stream) for event in decode_batch(payload).events
+        ]
+
+
+async def test_a_flood_of_requests_keeps_no_batch_back(tmp_path: Path) -> None:
+    with socket_pair(tmp_path, StreamLimits()) as (sockets, stream, dealer):
+        with structlog.testing.capture_logs() as logs:
+            for _ in range(500):
+                dealer.send_multipart((b"no", b"request"))
+            await anyio.sleep(0.2)
+            sockets.serve_readers(stream)
+        assert [line["count"] for line in logs] == [1, 2, 4, 8, 16, 32, 64]
 
 
 @pytest.mark.parametrize("frames", [[b"", b"1234567"], [b"x"], [b"x", bytes(8)], [b"", bytes(8), b"more"]])
@@ -205,6 +290,124 @@ async def test_a_reader_that_never_reads_costs_a_bounded_queue_and_comes_back_by
                 await anyio.to_thread.run_sync(catch_up, abandon_on_cancel=True)
 
 
+async def test_what_comes_while_the_thread_awakes_wakes_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One publish rings just before the thread takes the ring, the next just before it sleeps."""
+    wait = ZmqEventSink._wait
+    slept: list[bool] = []
+
+    def meddle(sink: ZmqEventSink, timeout_s: float) -> None:
+        if not slept and timeout_s == 0.0 and sink._stream.batches:
+            sink.publish([stored(0, 1)])
+            slept.append(False)
+        elif slept == [False]:
+            sink.publish([stored(1, 2)])
+            slept.append(not sink._doorbell.empty())
+        wait(sink, timeout_s)
+
+    monkeypatch.setattr(ZmqEventSink, "_wait", meddle)
+    config = config_at(tmp_path)
+    async with publishing(config):
+        await follow(config, holds(*HASHES[:2]))
+    assert slept == [False, True]
+
+
+async def test_a_file_that_hangs_stops_neither_the_loop_nor_the_bound_of_what_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs, goes_on, writes = threading.Event(), threading.Event(), []
+
+    def hang(path: Path, number: int) -> None:
+        writes.append(number)
+        if len(writes) > 1:
+            hangs.set()
+            assert goes_on.wait(20)
+
+    monkeypatch.setattr(sequence, "_RESERVE", 100)
+    monkeypatch.setattr(sequence, "_write", hang)
+    limits = StreamLimits(events=1, backlog_changes=500)
+    config = config_at(tmp_path, sequence_file=tmp_path / "sequence", limits=limits)
+    async with publishing(config) as sink:
+        try:
+            await anyio.to_thread.run_sync(hangs.wait, 10)
+            for number in range(3_000):
+                sink.publish([stored(number % 1_000, number % 1_000 + 1)])
+            assert len(sink._incoming) <= 1_024
+            assert sink.describe()["waiting"] <= 500
+        finally:
+            goes_on.set()
+        sink.publish([removed(KEYS), stored(0, 5)])
+        assert not (await follow(config, holds(*HASHES[:5]))).faults
+
+
+async def test_a_sequence_file_that_cannot_be_written_is_named_at_the_start(tmp_path: Path) -> None:
+    path = tmp_path / "nowhere" / "sequence"
+    async with open_services() as services:
+        sink = ZmqEventSink(config_at(tmp_path, sequence_file=path), CONTEXTS)
+        with pytest.raises(ConfigError, match=r"nowhere/sequence cannot be written .*name another"):
+            await sink.open(services)
+        assert sink.describe()["active"] is False
+
+
+async def test_a_sequence_file_that_fails_later_holds_the_stream_up_until_it_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sequence, "_RESERVE", 100)
+    monkeypatch.setattr("kvcr_actors.events.zmq._RETRY_S", 0.02)
+    config = config_at(tmp_path, sequence_file=tmp_path / "folder" / "sequence", limits=StreamLimits(events=1))
+    (tmp_path / "folder").mkdir()
+    with structlog.testing.capture_logs() as logs:
+        async with publishing(config) as sink:
+            (tmp_path / "folder").rename(tmp_path / "moved")
+            for number in range(200):
+                sink.publish([stored(number, number + 1)])
+            await heard(logs, "events.sequence_file")
+            (tmp_path / "moved").rename(tmp_path / "folder")
+            assert not (await follow(config, holds(*HASHES[:200]))).faults
+
+
+async def test_a_sink_that_has_no_numbers_left_says_so_at_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sequence, "_RESERVE", 100)
+    monkeypatch.setattr("kvcr_actors.events.zmq._RETRY_S", 0.02)
+    (tmp_path / "folder").mkdir()
+    config = config_at(tmp_path, sequence_file=tmp_path / "folder" / "sequence", limits=StreamLimits(events=1))
+    async with open_services() as services:
+        sink = ZmqEventSink(config, CONTEXTS)
+        await sink.open(services)
+        (tmp_path / "folder").rename(tmp_path / "moved")
+        sink.publish([stored(number, number + 1) for number in range(200)])
+        with pytest.raises(DeadlineError, match=r"changes were not sent in 0\.5 s"):
+            await sink.close(0.5)
+        await sink.close(10)
+
+
+async def test_a_thread_that_starts_too_late_does_not_publish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on = threading.Event()
+    monkeypatch.setattr("kvcr_actors.events.zmq._START_S", 0.1)
+    monkeypatch.setattr(ZmqEventSink, "_reserve_first", lambda sink: goes_on.wait(20))
+    config = config_at(tmp_path)
+    async with open_services() as services:
+        sink = ZmqEventSink(config, CONTEXTS)
+        with pytest.raises(EventEndpointError, match=r"did not open within 0\.1 s"):
+            await sink.open(services)
+        goes_on.set()
+        await sink.close(10)
+        assert sink.describe()["batches"] == 0
+
+
+async def test_a_sink_that_was_closed_is_not_opened_again(tmp_path: Path) -> None:
+    config = config_at(tmp_path)
+    async with open_services() as services:
+        sink = ZmqEventSink(config, CONTEXTS)
+        await sink.open(services)
+        await sink.close(10)
+        with pytest.raises(EventEndpointError, match="was closed; make another"):
+            await sink.open(services)
+
+
 async def test_an_endpoint_in_use_is_named(tmp_path: Path) -> None:
     del tmp_path
     with socket.socket() as taken:
@@ -216,6 +419,34 @@ async def test_an_endpoint_in_use_is_named(tmp_path: Path) -> None:
             with pytest.raises(EventEndpointError, match=f"endpoint tcp://127.0.0.1:{port}: .*free it"):
                 await sink.open(services)
             assert sink.describe()["active"] is False
+
+
+@pytest.mark.parametrize("scheme", ["ipc", "tcp"])
+async def test_a_second_publisher_does_not_take_the_firsts_readers(tmp_path: Path, scheme: str) -> None:
+    config = config_at(tmp_path) if scheme == "ipc" else EventsConfig(str(free_port()), heartbeat_s=0.1)
+    async with publishing(config) as first, open_services() as services:
+        with pytest.raises(EventEndpointError, match=r"Address already in use.*; free it"):
+            await ZmqEventSink(config, CONTEXTS).open(services)
+        first.publish([stored(0, 2)])
+        await follow(config, holds(*HASHES[:2]))
+
+
+@pytest.mark.parametrize("scheme", ["ipc", "tcp"])
+async def test_an_address_that_is_about_to_be_freed_is_waited_for(tmp_path: Path, scheme: str) -> None:
+    """As that of a publisher of this process that was just closed."""
+    config = config_at(tmp_path) if scheme == "ipc" else EventsConfig(str(free_port()), heartbeat_s=0.1)
+    with zmq.Context.instance().socket(zmq.PUB) as last:
+        last.bind(config.events.at(0))
+        async with anyio.create_task_group() as tasks:
+
+            async def free() -> None:
+                await anyio.sleep(0.1)
+                last.close(0)
+
+            tasks.start_soon(free)
+            async with publishing(config) as sink:
+                sink.publish([stored(0, 2)])
+                await follow(config, holds(*HASHES[:2]))
 
 
 async def test_only_tensor_rank_zero_opens_a_socket(tmp_path: Path) -> None:
@@ -266,10 +497,7 @@ async def test_a_sink_that_cannot_end_in_time_says_so(tmp_path: Path, monkeypatc
 
 
 async def test_an_exposed_endpoint_is_warned_of() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     with structlog.testing.capture_logs() as logs:
-        async with publishing(EventsConfig(f"tcp://0.0.0.0:{port}")):
+        async with publishing(EventsConfig(f"tcp://0.0.0.0:{free_port()}")):
             pass
     assert [line["event"] for line in logs] == ["events.exposed"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kvcr_actors.core.inventory import BlocksRemoved, BlocksStored, InventoryEvent, Ownership, TierCleared
 from kvcr_actors.core.keys import chain_seed, page_key, router_key
@@ -42,9 +42,9 @@ class PageForest:
             keys.append(key)
         self.keys = keys
 
-    def note_all(self, table: ContextTable) -> None:
-        for key, tokens in self.tokens.items():
-            table.note([key], PageContext(tokens, PAGE_TOKENS))
+    def note(self, table: ContextTable, keys: Iterable[PageKey]) -> None:
+        for key in keys:
+            table.note([key], PageContext(self.tokens[key], PAGE_TOKENS))
 
 
 class TreeIndex(WireIndex):
@@ -82,12 +82,20 @@ class World:
     """Holds the truth, publishes it, and lets readers follow."""
 
     def __init__(
-        self, seed: int, *, pages: int = 24, limits: StreamLimits | None = None, dialect: str = "dynamo"
+        self,
+        seed: int,
+        *,
+        pages: int = 24,
+        limits: StreamLimits | None = None,
+        dialect: str = "dynamo",
+        known: bool = True,
     ) -> None:
         self.rng = random.Random(seed)
         self.forest = PageForest(pages, self.rng)
         self.contexts = ContextTable()
-        self.forest.note_all(self.contexts)
+        self.known = known
+        if known:
+            self.forest.note(self.contexts, self.forest.keys)
         self.truth: dict[tuple[Tier, Ownership], dict[PageKey, PageKey | None]] = {}
         self.dialect: Dialect = find_dialect(dialect)
         self.limits = limits or StreamLimits(snapshot_pause_s=0.0)
@@ -124,6 +132,8 @@ class World:
                 new.append(self.rng.choice(absent))
                 held[new[-1]] = self.forest.parents[new[-1]]
         if new:
+            if not self.known:  # a prompt's event may name again what it shares with others
+                new += self.rng.sample([key for key in held if key not in new], (len(held) - len(new)) // 2)
             self.rng.shuffle(new)
             self.publish([BlocksStored(tier, tuple(new), tuple(held[key] for key in new), owner)])
 
@@ -142,6 +152,20 @@ class World:
     def clear(self, tier: Tier, owner: Ownership = ENGINE) -> None:
         self.held(tier, owner).clear()
         self.publish([TierCleared(tier, owner)])
+
+    def learn(self, count: int) -> None:
+        """It becomes known what some pages were computed from."""
+        self.forest.note(self.contexts, self.rng.sample(self.forest.keys, count))
+
+    def name_again(self) -> None:
+        """Everything is known, and events name all that is held, in any order."""
+        self.forest.note(self.contexts, self.forest.keys)
+        for (tier, owner), held in self.truth.items():
+            keys = self.rng.sample(list(held), len(held))
+            for start in range(0, len(keys), 5):
+                part = tuple(keys[start : start + 5])
+                self.publish([BlocksStored(tier, part, tuple(held[key] for key in part), owner)])
+                self.send(1 << 30)
 
     def publish(self, events: Sequence[InventoryEvent]) -> None:
         self.stream.push(events)
@@ -188,8 +212,10 @@ class World:
         self.lose = lambda: False
         self.send(1 << 30)
         self.deliver(self.stream.heartbeat(0.0))
-        self.now += 100.0
+        self.now += 10_000.0
         self.send(1 << 30)
+        if not self.known:
+            self.name_again()
 
     def expected(self, tier: Tier, owner: Ownership = ENGINE) -> set[int]:
         return {self.dialect.block_hash(router_key(key)) for key in self.held(tier, owner)}

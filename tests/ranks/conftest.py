@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.ranks import worker
+from tests.ranks.controller_processes import Controllers
 
 _ANSWER_S = 60.0
 _groups = count(1)
@@ -134,3 +135,12 @@ def group(cluster: Cluster) -> Iterator[Group]:
     group = Group(cluster)
     yield group
     group.close()
+
+
+@pytest.fixture(scope="session")
+def controllers() -> Iterator[Controllers]:
+    """Processes with whole controllers; each must end by itself, and well."""
+    controllers = Controllers()
+    yield controllers
+    statuses = controllers.end()
+    assert not any(statuses), f"processes ended with {statuses}"

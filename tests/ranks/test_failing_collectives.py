@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
+from datetime import timedelta
 
 import anyio
+import anyio.to_thread
 import pytest
 import torch.distributed as dist
 
@@ -96,6 +99,33 @@ async def test_a_store_that_is_gone_makes_misses_and_hangs_nobody(monkeypatch: p
 
     monkeypatch.setattr(_gloo.SharedStore, "swap", gone)
     assert (await run(2, 2)) == [[0, 0], [0, 0]]
+
+
+async def test_a_collective_that_ends_just_after_a_slice_of_its_wait_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_gloo, "_SLICE", timedelta(milliseconds=1))
+    store, ended = _gloo.SharedStore(dist.HashStore()), threading.Event()
+    results: list[list[list[bytes]]] = [[], []]
+
+    def gather_often(rank: int) -> None:
+        group = _gloo.GlooGroup(store, "slices", rank, 2, "lo", 10.0)
+        for turn in range(20):
+            time.sleep(0.003 * rank)
+            results[rank].append(group.gather(bytes([rank, turn]), lambda: True))
+
+    def keep_the_interpreter_busy() -> None:  # so that time passes between a slice and the look at what it left
+        while not ended.is_set():
+            sum(range(100))
+
+    busy = threading.Thread(target=keep_the_interpreter_busy)
+    busy.start()
+    try:
+        async with anyio.create_task_group() as tasks:
+            for rank in range(2):
+                tasks.start_soon(anyio.to_thread.run_sync, gather_often, rank)
+    finally:
+        ended.set()
+        busy.join()
+    assert results == [[[bytes([0, turn]), bytes([1, turn])] for turn in range(20)]] * 2
 
 
 async def test_a_store_that_hangs_hangs_nobody_who_waits_for_an_agreement(monkeypatch: pytest.MonkeyPatch) -> None:

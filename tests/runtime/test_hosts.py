@@ -98,7 +98,7 @@ def test_a_thread_host_runs_the_program_on_the_loop_asked_for(real_backend):
     assert not host.is_running
 
 
-def test_a_hundred_starts_and_stops_leave_no_thread(real_backend):
+def test_scenario_54_a_hundred_starts_and_stops_leave_no_thread(real_backend):
     before = set(threading.enumerate())
     for _ in range(100):
         echo = Echo()

@@ -17,10 +17,10 @@ each_check = pytest.mark.parametrize("check", EVERY_STORE + BOUNDED_LRU, ids=lam
 
 @pytest.mark.real_clock
 @each_check
-async def test_embedded_stores_keep_the_contract(check: Check, make_store: Callable[[int], Store]) -> None:
+async def test_scenario_57_embedded_stores_keep_the_contract(check: Check, make_store: Callable[[int], Store]) -> None:
     await check(make_store)
 
 
 @each_check
-async def test_the_store_without_threads_keeps_the_contract(check: Check) -> None:
+async def test_scenario_57_the_store_without_threads_keeps_the_contract(check: Check) -> None:
     await check(lambda capacity: FaultyStore(memory_backend(capacity)))

@@ -16,7 +16,7 @@ from tests.stores.pages import open_disk, page_file, page_files
 KEYS = chain("a", 3)
 
 
-def test_a_flip_of_any_bit_of_any_byte_is_a_miss(tmp_path: Path) -> None:
+def test_scenario_31_a_flip_of_any_bit_of_any_byte_is_a_miss(tmp_path: Path) -> None:
     pages = open_disk(tmp_path / "store")
     key = KEYS[:1]
     pages.write(key)
@@ -76,7 +76,9 @@ each_harm = pytest.mark.parametrize("harm", HARMS, ids=lambda harm: harm.__name_
 
 
 @each_harm
-def test_a_harmed_file_is_a_miss_and_the_others_are_read(tmp_path: Path, harm: Callable[[Path, Path], None]) -> None:
+def test_scenario_31_a_harmed_file_is_a_miss_and_the_others_are_read(
+    tmp_path: Path, harm: Callable[[Path, Path], None]
+) -> None:
     folder = tmp_path / "store"
     pages = open_disk(folder)
     pages.write(KEYS)
@@ -88,7 +90,9 @@ def test_a_harmed_file_is_a_miss_and_the_others_are_read(tmp_path: Path, harm: C
 
 
 @each_harm
-def test_a_file_harmed_between_runs_is_never_served(tmp_path: Path, harm: Callable[[Path, Path], None]) -> None:
+def test_scenario_31_a_file_harmed_between_runs_is_never_served(
+    tmp_path: Path, harm: Callable[[Path, Path], None]
+) -> None:
     folder = tmp_path / "store"
     pages = open_disk(folder)
     pages.write(KEYS)

@@ -7,6 +7,7 @@ import io
 import os
 import resource
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -160,7 +161,7 @@ def test_a_folder_that_became_read_only_fails_writes_and_serves_reads(tmp_path: 
     pages.close()
 
 
-def test_a_file_that_cannot_be_deleted_is_forgotten_and_deleted_later(tmp_path: Path) -> None:
+def test_scenario_34_a_file_that_cannot_be_deleted_is_forgotten_and_deleted_later(tmp_path: Path) -> None:
     folder = tmp_path / "store"
     pages = open_disk(folder, 2)
     keys = chain("a", 2)
@@ -174,6 +175,41 @@ def test_a_file_that_cannot_be_deleted_is_forgotten_and_deleted_later(tmp_path: 
     assert pages.write(new) == "o"
     assert not page_file(folder, keys[1]).exists()
     assert (pages.count("undeletable"), pages.count("undeleted")) == (1, 0)
+    pages.close()
+
+
+def test_scenario_34_the_cap_holds_within_one_page_at_every_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, capacity = tmp_path / "store", 6
+    pages, most = open_disk(folder, capacity), 0
+    pages.write(chain("one", 1))
+    page_bytes = page_file(folder, chain("one", 1)[0]).stat().st_size
+    rename = os.rename
+
+    def measured(source: str, target: str, *, src_dir_fd: int, dst_dir_fd: int) -> None:
+        nonlocal most
+        most = max(most, sum(file.stat().st_size for file in page_files(folder)))
+        rename(source, target, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+
+    monkeypatch.setattr(os, "rename", measured)
+    for turn in range(20):
+        pages.write(chain(str(turn), 1 + turn % 5), pools=0b001)
+        pages.write(chain(str(turn), 1 + turn % 5))  # rewrites them with all components
+        assert sum(file.stat().st_size for file in page_files(folder)) <= capacity * page_bytes
+    assert capacity * page_bytes < most <= (capacity + 1) * page_bytes, "the page that is rewritten is there twice"
+    pages.close()
+
+
+def test_scenario_34_pages_spread_evenly_over_256_folders(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    pages = open_disk(folder, 2)
+    keys = chain("many", 25_600)
+    shards = Counter(page_file(folder, key).parent for key in keys)
+    assert len(shards) == 256
+    assert max(shards.values()) < 2 * 100, "ten million pages are 39,000 a folder"
+    pages.write(keys[:2])
+    assert {file.parent for file in page_files(folder)} == {page_file(folder, key).parent for key in keys[:2]}
     pages.close()
 
 
@@ -193,7 +229,7 @@ def test_a_page_written_again_is_not_deleted_as_the_old_one(tmp_path: Path) -> N
     pages.close()
 
 
-def test_an_unreadable_file_is_a_miss_and_no_longer_held(tmp_path: Path) -> None:
+def test_scenario_31_an_unreadable_file_is_a_miss_and_no_longer_held(tmp_path: Path) -> None:
     folder = tmp_path / "store"
     pages = open_disk(folder)
     keys = chain("a", 2)

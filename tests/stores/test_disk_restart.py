@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
@@ -208,6 +209,38 @@ def test_another_namespace_sees_none_of_the_pages_and_takes_their_room_first(tmp
     assert pages.read(keys) == "oooomm"
     assert pages.count("strangers") == 2
     pages.close()
+
+
+@pytest.mark.parametrize(
+    "change", [{"dtype": "float8_e4m3fn"}, {"weights": "2"}, {"ranks": (("tensor", 1, 2),)}, {"layout": "another"}]
+)
+def test_scenario_13_pages_written_with_another_dtype_or_other_weights_under_the_same_name_are_misses(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    keys = chain("a", 3)
+    pages = open_disk(tmp_path / "store")
+    pages.write(keys)
+    pages.close()
+    other = open_disk(tmp_path / "store", namespace=attrs.evolve(NAMESPACE, **change))
+    assert [other.backend.lookup(key) for key in keys] == [0, 0, 0]
+    assert other.read(keys) == "mmm"
+    other.close()
+    pages = open_disk(tmp_path / "store")
+    assert pages.read(keys) == "ooo"
+    pages.close()
+
+
+def test_scenario_14_each_rank_reads_the_bytes_that_it_wrote_and_replicas_share_theirs(tmp_path: Path) -> None:
+    keys = chain("a", 3)
+    shards = [attrs.evolve(NAMESPACE, ranks=(("tensor", rank, 4),)) for rank in range(4)]
+    for rank, namespace in enumerate([*shards, NAMESPACE]):
+        pages = open_disk(tmp_path / "store", namespace=namespace)
+        assert pages.write(keys, version=rank) == "ooo"
+        pages.close()
+    for rank, namespace in enumerate([*shards, *[NAMESPACE] * 2]):
+        pages = open_disk(tmp_path / "store", namespace=namespace)
+        assert pages.read(keys, version=min(rank, 4)) == "ooo"
+        pages.close()
 
 
 def test_pages_of_other_sizes_are_never_served(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import anyio
@@ -10,14 +11,14 @@ import anyio.lowlevel
 import pytest
 
 from kvcr_actors.errors import DeadlineError, StoreError, StoreLockedError
-from kvcr_actors.ports import BatchOutcome, HostMemory, PageBatch
+from kvcr_actors.ports import BatchOutcome, HostMemory, PageBatch, PageOutcome, Store
 from kvcr_actors.stores.bounded import BoundedBackend
 from kvcr_actors.stores.disk import disk_backend
 from kvcr_actors.stores.memory import MemoryMedium, memory_backend
 from kvcr_actors.stores.threaded import ThreadedStore
 from kvcr_actors.testing.host_memory import BytesHostMemory
 from kvcr_actors.testing.services import open_services
-from kvcr_actors.testing.store_driver import ALL_POOLS, LAYOUT, chain, driven, letters
+from kvcr_actors.testing.store_driver import ALL_POOLS, LAYOUT, chain, driven, letters, page_bytes
 from kvcr_actors.types import Tier
 from tests.stores.pages import NAMESPACE, open_disk
 
@@ -61,6 +62,31 @@ async def test_lookups_answer_while_a_write_blocks_the_thread() -> None:
         with anyio.fail_after(20):
             assert letters((await writing.outcome()).pages) == "oooo"
         assert await driver.lookup(KEYS) == (ALL_POOLS,) * 4
+
+
+@pytest.mark.parametrize("reads_first", [False, True])
+async def test_scenario_31_a_reader_during_a_write_sees_a_miss_or_the_whole_page(
+    make_store: Callable[[int], Store], reads_first: bool
+) -> None:
+    into, out_of = range(8, 11), range(3)
+    pools = range(len(LAYOUT.pools))
+    async with driven(lambda: make_store(1000)) as driver:
+        for turn in range(100):
+            keys = chain(str(turn), 3)
+            for pool in pools:
+                driver.host.poison(pool, into)
+                for slot, key in zip(out_of, keys, strict=True):
+                    driver.host.page(pool, slot)[:] = page_bytes(key, pool)
+            reading = PageBatch(keys, (into,) * 3)
+            early = driver.store.read(reading, "early") if reads_first else None
+            writing = driver.store.write(PageBatch(keys, (out_of,) * 3, (None, *keys[:-1])))
+            with anyio.fail_after(20):
+                found = await (early or driver.store.read(reading, "late")).outcome()
+                await writing.quiet()
+            for slot, key, outcome in zip(into, keys, found.pages, strict=True):
+                assert outcome in (PageOutcome.OK, PageOutcome.MISS)
+                if outcome is PageOutcome.OK:
+                    assert all(bytes(driver.host.page(pool, slot)) == page_bytes(key, pool) for pool in pools)
 
 
 async def test_events_of_a_write_are_published_when_its_outcome_is_seen() -> None:

@@ -30,11 +30,19 @@ class Side:
     store: KvcrStore
     host: BytesHostMemory
     services: RecordingServices
+    shard: str = ""
+    """Whose shard its pools in `sharded` are: their bytes differ from rank to rank."""
+    sharded: frozenset[str] = frozenset()
+
+    def content(self, key: PageKey, pool: int) -> bytes:
+        """The bytes that belong to a component here."""
+        own = self.shard if self.host.layout.pools[pool].name in self.sharded else ""
+        return content(self.host.layout, key, pool, own)
 
     async def write(self, keys: Sequence[PageKey], masks: Sequence[int]) -> str:
         for index, key in enumerate(keys):
             for pool in range(len(self.host.layout.pools)):
-                self.host.page(pool, index)[:] = content(self.host.layout, key, pool)
+                self.host.page(pool, index)[:] = self.content(key, pool)
         return letters((await self.outcome(self.store.write(self.batch(keys, masks, chained=True)))).pages)
 
     async def read(self, keys: Sequence[PageKey], masks: Sequence[int], request: object = "request") -> str:
@@ -45,7 +53,7 @@ class Side:
         for index, (key, letter) in enumerate(zip(keys, letters(outcome.pages), strict=True)):
             for pool in range(len(self.host.layout.pools)):
                 if letter == "o" and masks[index] >> pool & 1:
-                    assert bytes(self.host.page(pool, index)) == content(self.host.layout, key, pool)
+                    assert bytes(self.host.page(pool, index)) == self.content(key, pool)
         return letters(outcome.pages)
 
     async def lookup(self, keys: Sequence[PageKey], request: object = "request") -> tuple[int, ...]:
@@ -75,21 +83,24 @@ class Side:
             return outcome
 
 
-def content(layout: CacheLayout, key: PageKey, pool: int) -> bytes:
+def content(layout: CacheLayout, key: PageKey, pool: int, shard: str = "") -> bytes:
     """The bytes that belong to a component."""
-    return random.Random(f"{key.hex()}/{pool}").randbytes(layout.pools[pool].page_bytes)
+    return random.Random(f"{key.hex()}/{pool}/{shard}").randbytes(layout.pools[pool].page_bytes)
 
 
 @asynccontextmanager
-async def side(layout: CacheLayout, capacity: int = 32, slots: int = 32, **options: Any) -> AsyncGenerator[Side]:
-    """Open a store that peers can reach."""
-    namespace = Namespace("test-model", "1", "float16", layout_name(layout), layout.page_bytes)
+async def side(
+    layout: CacheLayout, capacity: int = 32, slots: int = 32, *, tensor: int | None = None, **options: Any
+) -> AsyncGenerator[Side]:
+    """Open a store that peers can reach; `tensor` makes it that rank of two."""
+    ranks = () if tensor is None else (("tensor", tensor, 2),)
+    namespace = Namespace("test-model", "1", "float16", layout_name(layout), layout.page_bytes, ranks)
     store = KvcrStore(KvcrOptions(**{"control_port": free_port(), **options}), capacity, namespace)
     async with open_services() as services:
         host = BytesHostMemory(layout, slots)
         await store.open(services, host)
         try:
-            yield Side(store, host, services)
+            yield Side(store, host, services, str(tensor), store.options.shard_names)
         finally:
             with anyio.CancelScope(shield=True):
                 await store.close(20.0)

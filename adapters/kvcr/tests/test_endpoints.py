@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kvcr_actors.errors import ConfigError
-from kvcr_actors_kvcr import KvcrOptions, KvcrStore, group_ports, rank_offsets, router_metadata
+from kvcr_actors_kvcr import KvcrOptions, KvcrStore, RankGroup, group_ports, router_metadata
 from tests.conftest import NAMESPACE
 
-TP2_DP2 = rank_offsets(2, 2)
+TP2_DP2 = RankGroup(tensor=2, data=2).offsets
 
 
 def store_of(rank: int, base: int, offsets: tuple[int, ...], **options) -> KvcrStore:
@@ -25,7 +25,7 @@ def test_every_rank_of_a_valid_group_gets_an_endpoint_of_its_own():
 
 
 def test_negative_offsets_count_down():
-    offsets = rank_offsets(2, 2, stride=-1)
+    offsets = RankGroup(tensor=2, data=2, stride=-1).offsets
     assert group_ports(40_000, offsets) == (40_000, 39_999, 39_998, 39_997)
     assert store_of(3, 40_000, offsets).endpoint == "tcp://127.0.0.1:39997"
 
@@ -34,7 +34,7 @@ def test_negative_offsets_count_down():
 @pytest.mark.parametrize(("base", "stride", "culprit"), [(65_533, 1, 3), (3, -1, 3), (65_535, 1, 1)])
 def test_an_overflow_on_any_rank_is_refused_on_every_rank(rank: int, base: int, stride: int, culprit: int):
     with pytest.raises(ConfigError, match=f"of rank {culprit} does not exist"):
-        store_of(rank, base, rank_offsets(2, 2, stride=stride))
+        store_of(rank, base, RankGroup(tensor=2, data=2, stride=stride).offsets)
 
 
 def test_two_ranks_do_not_share_a_port():
@@ -55,12 +55,20 @@ def test_a_host_that_nobody_can_dial_is_never_advertised(host: str):
 
 
 def test_a_worker_advertises_its_sources_by_data_parallel_rank_and_the_switch_last():
-    endpoints = {dp: store_of(2 * dp, 40_000, TP2_DP2).endpoint or "" for dp in (1, 0)}
-    metadata = router_metadata(endpoints, "decode")
+    sources = RankGroup(tensor=2, data=2).sources(40_000, "127.0.0.1")
+    metadata = router_metadata(sources, "decode")
     assert list(metadata.items()) == [
         ("router_hint_source_control_endpoints", '{"0":"tcp://127.0.0.1:40000","1":"tcp://127.0.0.1:40002"}'),
         ("router_hint_worker_type", "decode"),
         ("router_hint", "true"),
     ]
     with pytest.raises(ConfigError, match="data-parallel rank 1"):
-        router_metadata({0: endpoints[0], 1: "tcp://0.0.0.0:1"}, "decode")
+        router_metadata({0: sources[0], 1: "tcp://0.0.0.0:1"}, "decode")
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_a_shard_offset_that_leads_out_of_the_group_is_refused(offset: int):
+    options = {"control_port": 40_000, "control_offset": offset, "group_offsets": "0,1", "shard_offset": offset}
+    assert KvcrStore(KvcrOptions(**options), 4, NAMESPACE).endpoint == f"tcp://127.0.0.1:{40_000 + offset}"
+    with pytest.raises(ConfigError, match="leads from port"):
+        KvcrStore(KvcrOptions(**{**options, "shard_offset": offset + 1}), 4, NAMESPACE)

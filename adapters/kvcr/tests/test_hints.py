@@ -64,8 +64,23 @@ def test_what_is_wrong_in_a_payload_is_its_reason(payload: dict[str, Any], reaso
     assert parse(changed(**payload)) is reason
 
 
-def test_a_move_is_refused_with_and_without_the_option():
-    assert parse(changed(mode="move"), move_hints=True) is HintRefusal.MOVE
+def test_a_move_is_refused_by_the_store_and_where_moves_are_on_because_the_runner_has_none():
+    for payload in ({"mode": "move"}, {"no_retain": True}):
+        assert parse(changed(**payload)) is HintRefusal.MOVE
+        assert parse(changed(**payload), move_hints=True) is HintRefusal.MOVE_UNSUPPORTED
+        with pytest.raises(ValueError, match=r"not currently supported|only copy mode"):
+            _KVFetchHint.from_hint(changed(**payload))
+
+
+@pytest.mark.parametrize(("offset", "port"), [(3, 5_003), (-2, 4_998), (0, 5_000)])
+def test_a_hint_is_for_the_first_shard_and_leads_to_the_counterpart(offset: int, port: int):
+    found = parse_hint(GOOD.envelope("id"), HOSTS, move_hints=False, shard_offset=offset)
+    assert found == FetchHint(f"tcp://127.0.0.1:{port}", GOOD.hashes)
+
+
+@pytest.mark.parametrize("offset", [60_536, -5_000])
+def test_a_counterpart_at_a_port_that_does_not_exist_is_refused(offset: int):
+    assert parse_hint(GOOD.envelope("id"), HOSTS, move_hints=False, shard_offset=offset) is HintRefusal.PORT
 
 
 @pytest.mark.parametrize("field", ["protocol_version", "action_version"])

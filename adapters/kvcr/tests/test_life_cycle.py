@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import anyio
 import pytest
 import structlog
+from prometheus_client import CollectorRegistry
 
 from kvcr_actors.core.inventory import Ownership
 from kvcr_actors.errors import ConfigError, StoreError
@@ -17,6 +20,7 @@ from kvcr_actors.testing.host_memory import BytesHostMemory
 from kvcr_actors.testing.services import open_services
 from kvcr_actors.testing.store_driver import LAYOUT, chain, driven
 from kvcr_actors.types import CacheLayout, PoolSpec, Tier
+from kvcr_actors_kvcr import FetchHint, KvcrStoreCollector
 from kvcr_actors_kvcr.calm import can_calm
 from tests.pairs import side
 
@@ -32,6 +36,35 @@ async def test_a_control_port_that_is_taken_keeps_the_store_from_opening(make_st
                 await store.open(services, BytesHostMemory(LAYOUT, 4))
             with anyio.fail_after(1.0):
                 await store.close(20.0)
+
+
+async def test_a_store_that_is_not_required_and_cannot_start_says_so_and_serves_nothing(make_store):
+    keys = chain("a", 2)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        store = make_store(4, control_port=taken.getsockname()[1], required=False)
+        registry = CollectorRegistry()
+        registry.register(KvcrStoreCollector(store))
+        async with open_services() as services:
+            await store.open(services, BytesHostMemory(LAYOUT, 4))
+            assert "did not start" in store.traits.cannot_store
+            assert store.describe()["cannot_store"] == store.traits.cannot_store
+            assert registry.get_sample_value("kvcr_store_cannot_store") == 1
+            store.begin_request("request", FetchHint("tcp://127.0.0.1:1", frozenset({1})).envelope("id"))
+            assert await store.lookup(keys, "request").outcome() == (0, 0)
+            store.end_request("request")
+            with anyio.fail_after(1.0):
+                await store.close(20.0)
+
+
+async def test_a_layout_that_the_runner_cannot_take_is_no_error_where_the_store_is_not_required(make_store):
+    many = CacheLayout(tuple(PoolSpec(f"pool{number}", 1, 8) for number in range(25)))
+    async with open_services() as services:
+        with pytest.raises(StoreError, match="25 pools; it takes 24"):
+            await make_store(4).open(services, BytesHostMemory(many, 4))
+        store = make_store(4, required=False)
+        await store.open(services, BytesHostMemory(many, 4))
+        assert "25 pools" in store.traits.cannot_store
+        await store.close(1.0)
 
 
 async def test_a_transport_list_without_tcp_is_refused_with_what_to_do(make_store, monkeypatch: pytest.MonkeyPatch):
@@ -82,6 +115,7 @@ async def test_evicted_pages_come_back_from_the_disk_tier(tmp_path: Path):
         assert inventory.holding(Tier.STORE, Ownership.STORE).keys() == frozenset(keys[:4]), "the disk"
         assert inventory.holding(Tier.HOST, Ownership.STORE).keys() == frozenset(keys[4:]), "the DRAM"
         assert await one.read(keys[:4], [1] * 4) == "oooo"
+        assert names_in(tmp_path) == [], "nothing stays behind, however the process ends"
 
 
 async def test_a_page_that_the_disk_gives_back_wrong_is_a_miss(tmp_path: Path):
@@ -90,7 +124,7 @@ async def test_a_page_that_the_disk_gives_back_wrong_is_a_miss(tmp_path: Path):
         keys = chain("a", 8)
         for start in (0, 4):
             await one.write(keys[start : start + 4], [1] * 4)
-        wipe(tmp_path)
+        wipe_disk(tmp_path)
         assert "o" not in await one.read(keys[:4], [1] * 4)
         assert one.store.contents().isdisjoint(keys[:4])
 
@@ -132,10 +166,19 @@ async def test_nothing_is_published_where_the_inventory_is_off(make_store):
         assert (len(driver.store.contents()), driver.services.events) == (2, [])
 
 
-def wipe(folder: Path) -> None:
-    """What a deleted file of the disk tier reads as."""
-    (file,) = folder.glob("*.kvcr*")
-    file.write_bytes(bytes(file.stat().st_size))
+def names_in(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir()]
+
+
+def wipe_disk(folder: Path) -> None:
+    """What a deleted file of the disk tier reads as; it has no name, but the runner has it open."""
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # the listing's own
+            if str(link.readlink()).startswith(str(folder)):
+                with link.open("r+b") as file:
+                    file.write(bytes(os.fstat(file.fileno()).st_size))
+                return
+    raise AssertionError(f"the runner has no file of {folder} open")
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry
 
 from kvcr_actors.testing.store_driver import chain
 from kvcr_actors.types import CacheLayout, PoolSpec
-from kvcr_actors_kvcr.metrics import COUNTS, GAUGES, KvcrStoreCollector
+from kvcr_actors_kvcr.metrics import COUNTS, GAUGES, STATES, KvcrStoreCollector
 from tests.pairs import side
 
 pytestmark = pytest.mark.anyio
@@ -30,4 +30,5 @@ async def test_hinted_and_delivered_pages_bytes_and_spans_are_told():
         assert (value("hinted_total"), value("delivered_total"), value("missed_total")) == (4, 3, 1)
         assert (value("spans_delivered_total"), value("bytes_delivered_total")) == (6, 3 * 192)
         assert (value("hints_refused_total", reason="malformed"), value("open_requests")) == (1, 1)
-        assert set(COUNTS) | set(GAUGES) <= set(target.store.describe()), "a metric without a counter is always 0"
+        assert (value("cannot_store"), value("stalled")) == (0, 0)
+        assert {*COUNTS, *GAUGES, *STATES} <= set(target.store.describe()), "a metric without a counter is always 0"

@@ -49,6 +49,7 @@ def test_what_is_not_a_boolean_is_refused_by_name(name: str):
         ({"disk_path": "somewhere"}, "disk_blocks=0; the disk tier needs a folder and a size"),
         ({"owner_endpoint": "tcp://127.0.0.1:1"}, "owner_endpoint"),
         ({"owner_endpoint": "tcp://127.0.0.1:1", "share_replicated_mla": True}, "control_port=0"),
+        ({"sharded_pools": "mamba"}, "sharded_pools='mamba'; it is for share_replicated_mla=true"),
         ({"policy": 3}, "policy=3; give text"),
     ],
 )

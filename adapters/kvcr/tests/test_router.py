@@ -19,7 +19,7 @@ def stack() -> Iterator[ExitStack]:
 
 
 def start(stack: ExitStack, port: int, rank: int, **options: Any) -> WorkerProcess:
-    words = ("--tokens", str(len(TOKENS)), "--events", str(port), "--dp-rank", str(rank))
+    words = ("--tokens", str(len(TOKENS)), "--events", str(port), "--data-rank", str(rank), "--data-ranks", "2")
     return stack.enter_context(WorkerProcess(*words, **options))
 
 

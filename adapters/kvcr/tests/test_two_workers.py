@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.two_workers.process import WorkerProcess
+from examples.two_workers.process import WorkerProcess, free_port
 from kvcr_actors_kvcr import FetchHint
 
 SHORT = ("--tokens", "256")
@@ -38,7 +38,8 @@ def start():
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_prefix_that_only_the_runner_has_is_restored_on_every_rank(ranks: int, start):
-    workers = [start("--rank", str(rank), "--ranks", str(ranks)) for rank in range(ranks)]
+    port = free_port()
+    workers = [start("--rank", str(rank), "--ranks", str(ranks), port=port) for rank in range(ranks)]
     stored = [worker.ask("store") for worker in workers]
     gone = [worker.ask("forget") for worker in workers]
     assert [answer["host_pages_of_the_prompt"] for answer in gone] == [0] * ranks

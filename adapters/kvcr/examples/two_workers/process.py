@@ -28,15 +28,25 @@ def free_port() -> int:
 
 
 class WorkerProcess:
-    """Spoken to in JSON lines. Leaving the block kills it if it still runs; `log` is its standard error, once ended."""
+    """Spoken to in JSON lines. Leaving the block kills it if it still runs.
 
-    def __init__(self, *arguments: str, port: int | None = None, **options: Any) -> None:
+    Without `wait` it may still be starting: ranks wait for each other, so start them all, then `wait_ready` for each.
+    Once it has ended, `log` is its standard error, and `last` what it said last.
+    """
+
+    def __init__(self, *arguments: str, port: int | None = None, wait: bool = True, **options: Any) -> None:
         self.port = port or free_port()
         options = {"control_port": self.port, **options}
         command = [sys.executable, str(WORKER), "--options", json.dumps(options), *arguments]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
-        self.log = ""
+        self.log, self.last = "", dict[str, Any]()
+        self.endpoint = ""
+        if wait:
+            self.wait_ready()
+
+    def wait_ready(self) -> None:
+        """Wait until it takes orders."""
         self.endpoint = self.answer()["endpoint"]
 
     def __enter__(self) -> WorkerProcess:
@@ -67,7 +77,9 @@ class WorkerProcess:
 
     def quit(self, timeout_s: float = 60.0) -> int:
         """Close the worker; its exit status."""
-        _, self.log = self.process.communicate(json.dumps({"do": "quit"}) + "\n", timeout=timeout_s)
+        words, self.log = self.process.communicate(json.dumps({"do": "quit"}) + "\n", timeout=timeout_s)
+        answers = [line for line in words.splitlines() if line.startswith("{")]
+        self.last = json.loads(answers[-1]) if answers else {}
         return self.process.returncode
 
     def answer(self) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """NVIDIA's KV Cache Runner as a store of kvcr-actors."""
 
-from kvcr_actors_kvcr.endpoints import group_ports, rank_offsets, router_metadata
+from kvcr_actors_kvcr.endpoints import group_ports, router_metadata
 from kvcr_actors_kvcr.hints import FetchHint, HintRefusal, parse_hint
 from kvcr_actors_kvcr.metrics import KvcrStoreCollector
 from kvcr_actors_kvcr.options import KvcrOptions, options_table
+from kvcr_actors_kvcr.rank_group import Rank, RankGroup
 from kvcr_actors_kvcr.store import KvcrStore, open_store
 
 __all__ = [
@@ -12,10 +13,11 @@ __all__ = [
     "KvcrOptions",
     "KvcrStore",
     "KvcrStoreCollector",
+    "Rank",
+    "RankGroup",
     "group_ports",
     "open_store",
     "options_table",
     "parse_hint",
-    "rank_offsets",
     "router_metadata",
 ]

@@ -1,16 +1,19 @@
 """Which blocks a page is made of: the pools that every page has go together, trailing ones are blocks of their own.
 
 A side pool (one with the policy TrailingPages) is there for some pages only. As a block of its own its layout is known
-to a peer that never saw the page, which the runner asks for.
+to a peer that never saw the page, which the runner asks for. Where ranks share replicated pages, a pool of which each
+has a shard is apart from those as well, under a name that says whose shard it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
+import attrs
 from kvcr.types import BlockKey
 
 from kvcr_actors.core.keys import Namespace
+from kvcr_actors.errors import ConfigError
 from kvcr_actors.types import CacheLayout, PageKey, TrailingPages
 from kvcr_actors_kvcr.block_keys import BlockKeyAdapter, bits, with_mask
 from kvcr_actors_kvcr.page_index import Block, PageIndex
@@ -24,10 +27,24 @@ class PageBlocks:
     drop the old block.
     """
 
-    def __init__(self, layout: CacheLayout, namespace: Namespace, index: PageIndex, *, combined: bool) -> None:
-        self.adapter = BlockKeyAdapter(namespace)
+    def __init__(
+        self,
+        layout: CacheLayout,
+        namespace: Namespace,
+        index: PageIndex,
+        *,
+        combined: bool,
+        shared: bool = False,
+        sharded: Collection[str] = (),
+    ) -> None:
+        _check_sharded(layout, namespace, sharded)
+        self.adapter = BlockKeyAdapter(_without_tensor_axis(namespace) if shared else namespace)
+        self.every = (1 << len(layout.pools)) - 1
         self.side = sum(1 << i for i, pool in enumerate(layout.pools) if isinstance(pool.policy, TrailingPages))
-        self.main = (1 << len(layout.pools)) - 1 & ~self.side
+        self.sharded = sum(1 << i for i, pool in enumerate(layout.pools) if pool.name in sharded)
+        """Pools of which each rank has a shard, where the others are replicated."""
+        self._main = self.every & ~self.side
+        self._shards = BlockKeyAdapter(namespace)
         self._index = index
         self._combined = combined
         self._generations: dict[PageKey, int] = {}
@@ -37,15 +54,16 @@ class PageBlocks:
         if not self._combined:
             yield from (1 << pool for pool in bits(mask))
             return
-        if mask & self.main:
-            yield mask & self.main
+        for together in (self._main & ~self.sharded, self._main & self.sharded):
+            if mask & together:
+                yield mask & together
         yield from (1 << pool for pool in bits(mask & self.side))
 
     def key(self, page: PageKey, group: int) -> BlockKey:
         """The name of a page's block."""
-        base = self.adapter.encode(page)
+        base = (self._shards if group & self.sharded else self.adapter).encode(page)
         generation = self._generations.get(page, 0)
-        if group == self.main and not generation:
+        if group == self._main and not generation:
             return base
         return with_mask(base, group + (generation << _GENERATION_SHIFT))
 
@@ -74,3 +92,18 @@ class PageBlocks:
         """Hold a page no longer: its bytes are not those that were stored."""
         self._generations[page] = self._generations.get(page, 0) + 1
         self._index.drop(page)
+
+
+def _without_tensor_axis(namespace: Namespace) -> Namespace:
+    """The namespace of pages that the tensor-parallel ranks have alike."""
+    return attrs.evolve(namespace, ranks=tuple(rank for rank in namespace.ranks if rank[0] != "tensor"))
+
+
+def _check_sharded(layout: CacheLayout, namespace: Namespace, sharded: Collection[str]) -> None:
+    """Refuse shards that the layout does not have, and those that nothing in the namespace tells apart."""
+    names = [pool.name for pool in layout.pools]
+    unknown = sorted(set(sharded) - set(names))
+    if unknown:
+        raise ConfigError(f"store kvcr: option sharded_pools names {unknown[0]!r}; the layout has {', '.join(names)}")
+    if sharded and not any(kind == "tensor" for kind, _, _ in namespace.ranks):
+        raise ConfigError("store kvcr: option sharded_pools: the namespace must name this rank's tensor axis")

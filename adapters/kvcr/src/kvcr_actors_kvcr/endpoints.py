@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from kvcr_actors.errors import ConfigError
 from kvcr_actors_kvcr.hints import parse_endpoint
+from kvcr_actors_kvcr.options import KvcrOptions
 
 _MOST = 65_535
 
@@ -25,17 +26,27 @@ def group_ports(base: int, offsets: Sequence[int]) -> tuple[int, ...]:
     return ports
 
 
-def rank_offsets(tensor: int, data: int, *, stride: int = 1) -> tuple[int, ...]:
-    """Offsets of a tensor-parallel by data-parallel group, data rank by data rank; a negative stride counts down."""
-    return tuple(stride * (dp * tensor + tp) for dp in range(data) for tp in range(tensor))
-
-
 def endpoint(host: str, port: int) -> str:
     """The endpoint that peers dial; ConfigError for a host that nobody can dial."""
     address = f"tcp://{host}:{port}"
     if parse_endpoint(address) is None:
         raise ConfigError(f"store kvcr: peers cannot dial {address!r}; give advertise_host a name or an address")
     return address
+
+
+def own_endpoint(options: KvcrOptions) -> str | None:
+    """What a rank advertises, once every port of its group is checked; None without a control port."""
+    if not options.control_port:
+        return None
+    ports = group_ports(options.control_port, options.offsets)
+    own = options.control_port + options.control_offset
+    if own not in ports:
+        raise ConfigError(f"store kvcr: control_offset {options.control_offset} is not in group_offsets {ports}")
+    if options.group_offsets and own - options.shard_offset not in ports:
+        raise ConfigError(
+            f"store kvcr: shard_offset {options.shard_offset} leads from port {own} out of the group's ports {ports}"
+        )
+    return endpoint(options.advertise_host or options.bind_host, own)
 
 
 def router_metadata(endpoints: Mapping[int, str], worker_type: str) -> dict[str, str]:

@@ -23,10 +23,16 @@ class HintRefusal(enum.StrEnum):
     NO_FETCH = "no_fetch"
     VERSION = "version"
     MOVE = "move"
+    MOVE_UNSUPPORTED = "move_unsupported"
+    """Moves are on, and the installed KVCR has none."""
     HOST = "host"
+    PORT = "port"
+    """The counterpart of this rank would have a port that does not exist."""
     PEERS_OFF = "peers_off"
     QUARANTINE_FULL = "quarantine_full"
+    """Too much memory is not quiet."""
     COOLING = "cooling"
+    """The source did not answer a short time ago."""
 
 
 @attrs.frozen
@@ -61,8 +67,13 @@ def parse_endpoint(text: object) -> tuple[str, int] | None:
     return host, int(port)
 
 
-def parse_hint(hints: object, allowed_hosts: Collection[str], *, move_hints: bool) -> FetchHint | HintRefusal:
-    """The first fetch action of an envelope, or why there is none. Unknown actions are ignored."""
+def parse_hint(
+    hints: object, allowed_hosts: Collection[str], *, move_hints: bool, shard_offset: int = 0
+) -> FetchHint | HintRefusal:
+    """The first fetch action of an envelope, or why there is none. Unknown actions are ignored.
+
+    A hint names the first shard of a source; `shard_offset` is how far from its port the counterpart of this rank is.
+    """
     if not isinstance(hints, Mapping):
         return HintRefusal.MALFORMED
     envelope = cast("Mapping[object, object]", hints)
@@ -78,11 +89,13 @@ def parse_hint(hints: object, allowed_hosts: Collection[str], *, move_hints: boo
         if fields.get("action_type") == FETCH_ACTION:
             if fields.get("action_version") != FETCH_VERSION:
                 return HintRefusal.VERSION
-            return _parse_fetch(fields.get("payload"), allowed_hosts, move_hints=move_hints)
+            return _parse_fetch(fields.get("payload"), allowed_hosts, shard_offset, move_hints=move_hints)
     return HintRefusal.NO_FETCH
 
 
-def _parse_fetch(payload: object, allowed_hosts: Collection[str], *, move_hints: bool) -> FetchHint | HintRefusal:
+def _parse_fetch(
+    payload: object, allowed_hosts: Collection[str], shard_offset: int, *, move_hints: bool
+) -> FetchHint | HintRefusal:
     if not isinstance(payload, Mapping):
         return HintRefusal.MALFORMED
     fields = cast("Mapping[object, object]", payload)
@@ -98,8 +111,14 @@ def _parse_fetch(payload: object, allowed_hosts: Collection[str], *, move_hints:
         return HintRefusal.MALFORMED
     if endpoint[0] not in allowed_hosts:
         return HintRefusal.HOST
-    # KVCR 0.1.1 has no move: asking for a copy instead would leave a page twice that its owner thinks moved.
-    return HintRefusal.MOVE if move else FetchHint(f"tcp://{endpoint[0]}:{endpoint[1]}", hashes)
+    if move:
+        # KVCR 0.1.1 has no move: asking for a copy instead would leave a page twice that its owner thinks moved.
+        return HintRefusal.MOVE_UNSUPPORTED
+    counterpart = parse_endpoint(f"tcp://{endpoint[0]}:{endpoint[1] + shard_offset}")
+    if counterpart is None:
+        return HintRefusal.PORT
+    host, port = counterpart
+    return FetchHint(f"tcp://{host}:{port}", hashes)
 
 
 def _parse_hashes(value: object) -> frozenset[int] | None:

@@ -80,6 +80,7 @@ class Instance:
         self.layout = PageLayout(layout, host, agent, counts=options.span_counts, digests=self._digests)
         self._check(layout, host)
         self._pools: dict[str, PoolMemory] = {}
+        self._disk_file = Path(options.disk_path) / f"{agent}.kvcr" if options.disk_path else None
 
     def transfers(self, kvcr: Callable[[], KVCR], counters: StoreCounters) -> Transfers:
         """The steps of jobs over this instance."""
@@ -114,7 +115,17 @@ class Instance:
             g3=self._disk(),
         )
         with calm_progress(enabled=options.calm_progress_thread) as self.calm:
-            return KVCR(config, self._bindings(inventory, notice), backends)
+            try:
+                return KVCR(config, self._bindings(inventory, notice), backends)
+            finally:
+                if self._disk_file is not None:
+                    # The runner has it open; nothing of it stays behind, however the process ends.
+                    self._disk_file.unlink(missing_ok=True)
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of the pools, until they are unmapped."""
+        return sum(pool.size for pool in self._pools.values() if pool.is_mapped)
 
     def close(self) -> None:
         """Unmap the pools; the runner is closed and quiet."""
@@ -141,14 +152,12 @@ class Instance:
         )
 
     def _disk(self) -> G3Options | None:
-        options = self._options
-        if not options.disk_path:
+        if self._disk_file is None:
             return None
-        folder = Path(options.disk_path)
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._disk_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         ((_, block_bytes),) = self.layout.pool_layouts
-        path = folder / f"{self._agent}.kvcr"
-        return G3Options(paths=(path,), capacity_bytes_per_file=options.disk_blocks * block_bytes, backend="POSIX")
+        size = self._options.disk_blocks * block_bytes
+        return G3Options(paths=(self._disk_file,), capacity_bytes_per_file=size, backend="POSIX")
 
     def _check(self, layout: CacheLayout, host: HostMemory) -> None:
         """Refuse, before anything is made, what the runner would refuse late or with other words."""

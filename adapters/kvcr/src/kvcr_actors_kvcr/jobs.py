@@ -17,12 +17,13 @@ Entries: TypeAlias = Mapping[BlockKey, OpEntryResult]
 
 @attrs.frozen
 class Wait:
-    """What a job waits for: an operation of the runner's. `remote` ones may leave memory that is still written."""
+    """What a job waits for: an operation of the runner's."""
 
     handle: OpHandle
-    remote: bool
     size: int
     """Bytes of host memory that the operation reads or writes."""
+    peer: str = ""
+    """The endpoint that is to write them; none for what is done here."""
 
 
 Steps: TypeAlias = Generator[Wait, Entries, T]

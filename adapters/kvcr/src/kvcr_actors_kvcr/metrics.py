@@ -40,12 +40,18 @@ COUNTS: Mapping[str, str] = {
     "uncertain": "Transfers given up while the memory might still be written.",
     "quiesced": "Of those, transfers that ended since.",
     "late_settled": "Requests that stopped waiting for a transfer.",
+    "close_errors": "Closes after which the runner was not quiet.",
 }
 GAUGES: Mapping[str, str] = {
     "held": "Pages held.",
     "held_on_disk": "Of those, pages on the disk tier.",
+    "mapped_bytes": "Bytes of the runner's pools; those of a runner that did not close stay mapped.",
     "open_requests": "Requests whose hints are held.",
     "unquiet_bytes": "Host bytes that native code may still touch though nobody waits for them.",
+}
+STATES: Mapping[str, str] = {
+    "cannot_store": "1 on a rank that goes on without its store.",
+    "stalled": "1 once peers are refused, or local copies distrusted, until a restart.",
 }
 
 
@@ -65,6 +71,8 @@ def _metrics(state: Mapping[str, object]) -> Iterator[Metric]:
         yield CounterMetricFamily(f"{PREFIX}_{name}", text, value=cast("float", state.get(name, 0)))
     for name, text in GAUGES.items():
         yield GaugeMetricFamily(f"{PREFIX}_{name}", text, value=cast("float", state.get(name, 0)))
+    for name, text in STATES.items():
+        yield GaugeMetricFamily(f"{PREFIX}_{name}", text, value=float(bool(state.get(name))))
     refused = CounterMetricFamily(f"{PREFIX}_hints_refused", "Hints that gave no remote read.", labels=["reason"])
     for reason, count in cast("dict[str, int]", state["hints_refused"]).items():
         refused.add_metric([reason], count)

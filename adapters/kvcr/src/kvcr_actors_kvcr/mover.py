@@ -13,7 +13,7 @@ from kvcr_actors.types import CacheLayout, PageKey
 from kvcr_actors_kvcr.blocks import PageBlocks
 from kvcr_actors_kvcr.hints import FetchHint
 from kvcr_actors_kvcr.jobs import Steps
-from kvcr_actors_kvcr.options import KvcrOptions
+from kvcr_actors_kvcr.options import BLOCKS_A_CALL, KvcrOptions
 from kvcr_actors_kvcr.page_index import Block, PageIndex
 from kvcr_actors_kvcr.page_layout import PageLayout, batch_mask
 from kvcr_actors_kvcr.peers import Peers
@@ -26,7 +26,8 @@ class Mover:
     """What the store does, step by step. All of it runs on the owner thread.
 
     `retired` says that local copies cannot be trusted any more: nothing is written or read then.
-    `lost` hears of pages that the owner rank turned out not to have.
+    `writes` are the pools that this rank stores; the others are left to the owner of replicated pages. `lost` hears of
+    pages that the owner turned out not to have.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Mover:
         *,
         retired: Callable[[], bool],
         peers: Peers,
+        writes: int,
         lost: Callable[[Sequence[PageKey]], None],
     ) -> None:
         self._layout = layout
@@ -54,6 +56,7 @@ class Mover:
         self._capacity = capacity_pages
         self._retired = retired
         self._peers = peers
+        self._writes = writes
         self._lost = lost
 
     # Writing.
@@ -65,9 +68,12 @@ class Mover:
             return BatchOutcome(tuple(outcomes), "the store is retired: restart the process")
         self.align(batch.keys)
         error: str | None = None
-        masks = [batch_mask(batch.slots, index) for index in range(len(batch.keys))]
+        masks = [batch_mask(batch.slots, index) & self._writes for index in range(len(batch.keys))]
         for call in in_calls(
-            range(len(batch.keys)), lambda i: self._pages.page_bytes(masks[i]), self._options.chunk_bytes
+            range(len(batch.keys)),
+            lambda i: self._pages.page_bytes(masks[i]),
+            self._options.chunk_bytes,
+            lambda i: max(1, sum(1 for _ in self._blocks.groups(masks[i]))),
         ):
             error = (yield from self._write_call(batch, call, masks, outcomes)) or error
             self.align(batch.keys)
@@ -85,12 +91,15 @@ class Mover:
             elif masks[index]:
                 outcomes[index] = PageOutcome.OK
                 self._counters.already_held += 1
+            elif batch_mask(batch.slots, index):
+                outcomes[index] = PageOutcome.OK  # all of it is left to the owner
         flat = [piece for some in pieces.values() for piece in some]
         if not flat:
-            return None if all(masks[index] for index in call) else "a page without components"
+            return None if all(outcomes[index] is PageOutcome.OK for index in call) else "a page without components"
         started = monotonic()
-        entries = yield from self._transfers.deposit(batch, flat, self._protected(batch.keys, len(pieces)))
-        self._index.forget(piece.block.key for piece in flat)
+        protected = self._protected(batch.keys, len(pieces))[: max(0, BLOCKS_A_CALL - len(flat))]
+        entries = yield from self._transfers.deposit(batch, flat, protected)
+        self._index.forget(piece.block for piece in flat)
         stored = {index for index, some in pieces.items() if all(entries[piece.block.key].success for piece in some)}
         for index in stored:
             outcomes[index] = PageOutcome.OK
@@ -135,18 +144,11 @@ class Mover:
         if not self._retired():
             local = [index for index, key in enumerate(batch.keys) if self._blocks.held(key, masks[index])]
             yield from self._read_local(batch, local, masks, outcomes)
-            hints = [request.hint] if request is not None else []
+            left = sorted({*range(len(batch.keys))}.difference(local))
+            if request is not None:
+                errors += yield from self._read_remote(batch, left, masks, outcomes, request.hint)
             if owner is not None:
-                hints.append(owner)
-            for hint in hints:
-                wanted = [
-                    index
-                    for index, key in enumerate(batch.keys)
-                    if outcomes[index] is PageOutcome.MISS and index not in local and router_key(key) in hint.hashes
-                ]
-                errors += yield from self._read_remote(batch, wanted, masks, outcomes, hint)
-                if hint is owner:
-                    self._lost([batch.keys[index] for index in wanted if outcomes[index] is not PageOutcome.OK])
+                errors += yield from self._read_owners(batch, left, masks, outcomes, owner)
             read = [key for key, outcome in zip(batch.keys, outcomes, strict=True) if outcome is PageOutcome.OK]
             if len(read) > 1:  # one page is as recent as its fetch made it
                 self.align(read)
@@ -165,14 +167,7 @@ class Mover:
         for index in local:
             outcomes[index] = PageOutcome.OK
         for pools in self._passes():
-            by_layout: dict[int, list[Piece]] = {}
-            for index in local:
-                wanted = masks[index] & pools
-                # A page that was evicted or found damaged since the last pass has no blocks any more.
-                for block in self._blocks.held(batch.keys[index], masks[index]) or ():
-                    if block.mask & wanted:
-                        by_layout.setdefault(block.mask, []).append(Piece(index, block, block.mask & wanted))
-            for pieces in by_layout.values():
+            for pieces in self._by_layout(batch, local, masks, pools, outcomes):
                 for call in in_calls(pieces, self._piece_bytes, self._options.chunk_bytes):
                     held = [piece for piece in call if self._index.block(piece.block.key) is piece.block]
                     good = yield from self._transfers.fetch(batch, held) if held else _nothing()
@@ -181,47 +176,80 @@ class Mover:
                         if id(piece) not in fine:
                             self._note_unread(batch.keys[piece.index], piece, outcomes)
 
+    def _by_layout(
+        self, batch: PageBatch, local: Sequence[int], masks: Sequence[int], pools: int, outcomes: list[PageOutcome]
+    ) -> list[list[Piece]]:
+        """The blocks to read, those of one layout together. A page that went since the last pass is a miss."""
+        by_layout: dict[int, list[Piece]] = {}
+        for index in local:
+            held = self._blocks.held(batch.keys[index], masks[index])
+            if held is None:
+                outcomes[index] = PageOutcome.MISS
+            elif outcomes[index] is PageOutcome.OK:
+                for block in held:
+                    if block.mask & masks[index] & pools:
+                        piece = Piece(index, block, block.mask & masks[index] & pools)
+                        by_layout.setdefault(block.mask, []).append(piece)
+        return list(by_layout.values())
+
     def _note_unread(self, key: PageKey, piece: Piece, outcomes: list[PageOutcome]) -> None:
         if self._index.block(piece.block.key) is piece.block:
             self._counters.damaged += 1
             self._blocks.damaged(key)
         outcomes[piece.index] = PageOutcome.MISS
 
+    def _read_owners(
+        self, batch: PageBatch, left: Sequence[int], masks: Sequence[int], outcomes: list[PageOutcome], owner: FetchHint
+    ) -> Steps[list[str]]:
+        """Read the owner rank's copies; it has no other rank's shards, so a page that lacks one here is not asked."""
+        shards = self._blocks.sharded
+        asked = [
+            index
+            for index in left
+            if outcomes[index] is PageOutcome.MISS and not masks[index] & shards & ~self._index.mask(batch.keys[index])
+        ]
+        errors = yield from self._read_remote(batch, asked, masks, outcomes, owner)
+        if self._peers.refuses(owner.endpoint) is None:  # else it did not say that it lacks them
+            self._lost([batch.keys[index] for index in asked if outcomes[index] is not PageOutcome.OK])
+        return errors
+
     def _read_remote(
         self,
         batch: PageBatch,
-        wanted: Sequence[int],
+        left: Sequence[int],
         masks: Sequence[int],
         outcomes: list[PageOutcome],
         hint: FetchHint,
     ) -> Steps[list[str]]:
+        """Read what is still missing of the pages `left` and named by a hint, all but the pools that are held here."""
         errors: list[str] = []
+        wanted = [
+            index
+            for index in left
+            if outcomes[index] is PageOutcome.MISS and router_key(batch.keys[index]) in hint.hashes
+        ]
         if not wanted:
             return errors
         self._counters.hinted += len(wanted)
         good = dict.fromkeys(wanted, True)
+        # Decided once: what is evicted meanwhile was not asked of the peer, and is a miss below.
+        here = [self._index.mask(key) & mask for key, mask in zip(batch.keys, masks, strict=True)]
         for pools in self._passes():
             pieces = [
                 Piece(index, Block(self._blocks.key(batch.keys[index], group), batch.keys[index], None, group), group)
                 for index in wanted
-                for group in self._blocks.groups(masks[index] & ~self._side_held(batch.keys[index]) & pools)
+                for group in self._blocks.groups(masks[index] & ~here[index] & pools)
             ]
             for call in in_calls(pieces, self._piece_bytes, self._options.chunk_bytes):
                 error = yield from self._deliver_call(batch, call, hint, good)
                 errors += [error] if error else []
-        for index, fine in good.items():
-            side = self._side_held(batch.keys[index]) & masks[index]
-            outcomes[index] = PageOutcome.OK if fine else PageOutcome.MISS
-            if fine and side:
-                yield from self._read_local(batch, [index], [mask & side for mask in masks], outcomes)
-        delivered = sum(good.values())
-        self._counters.delivered += delivered
-        self._counters.partial_deliveries += 0 < delivered < len(good)
+        delivered = [index for index, fine in good.items() if fine]
+        for index in delivered:
+            outcomes[index] = PageOutcome.OK
+        yield from self._read_local(batch, [index for index in delivered if here[index]], here, outcomes)
+        self._counters.delivered += len(delivered)
+        self._counters.partial_deliveries += 0 < len(delivered) < len(good)
         return errors
-
-    def _side_held(self, key: PageKey) -> int:
-        """The side pools of a page that a confirmation brought here."""
-        return self._index.mask(key) & self._blocks.side
 
     def _deliver_call(
         self, batch: PageBatch, call: Sequence[Piece], hint: FetchHint, good: dict[int, bool]
@@ -229,7 +257,7 @@ class Mover:
         refusal = self._peers.refuses(hint.endpoint)
         if refusal is not None:
             good.update(dict.fromkeys((piece.index for piece in call), False))
-            return refusal
+            return f"{hint.endpoint} is not asked: {refusal.value}"
         started = monotonic()
         entries, verified = yield from self._transfers.deliver(batch, call, hint)
         for piece, fine in zip(call, verified, strict=True):

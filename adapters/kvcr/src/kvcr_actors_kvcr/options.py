@@ -77,6 +77,11 @@ class KvcrOptions:
     move_hints: bool = _switch(
         "Accept hints that move pages. KVCR 0.1.1 refuses them, so they give no remote read, counted.", default=False
     )
+    required: bool = _switch(
+        "A store that cannot start keeps the controller from starting. false: this rank goes on without it, and the "
+        "others learn of it.",
+        default=True,
+    )
     calm_progress_thread: bool = _switch("Let NIXL's progress thread sleep between polls, not spin.", default=True)
     huge_pages: bool = _switch(
         "Use transparent huge pages for the pool: faster deposits, coarser memory.", default=False
@@ -89,11 +94,21 @@ class KvcrOptions:
     group_offsets: str = _text(
         "The distances of all ranks of the group, with commas; all are checked on every rank.", default=""
     )
+    shard_offset: int = _whole(
+        "This rank's distance from the first shard of its data-parallel rank, which hints name: added to their ports.",
+        default=0,
+        least=-65_535,
+        most=65_535,
+    )
     bind_host: str = _text("The address that the control socket binds.", default="127.0.0.1")
     advertise_host: str = _text("The host under which peers dial this store; default: bind_host.", default="")
     allowed_hint_hosts: str = _text("Hosts that hints may name, with commas.", default=",".join(LOOPBACK))
     owner_endpoint: str = _text(
         "With share_replicated_mla: the owner's endpoint, tcp://host:port. Empty: this rank is the owner.", default=""
+    )
+    sharded_pools: str = _text(
+        "With share_replicated_mla: pools of which each rank has a shard of its own, and writes it; with commas.",
+        default="",
     )
 
     policy: str = _text("lru, fifo, or the dotted path of a policy class of KVCR's.", default="lru")
@@ -124,6 +139,11 @@ class KvcrOptions:
     )
 
     def __attrs_post_init__(self) -> None:
+        self._check_deadlines()
+        self._check_disk()
+        self._check_sharing()
+
+    def _check_deadlines(self) -> None:
         if self.abandon_timeout_ms < 2 * self.operation_timeout_ms:
             least = 2 * self.operation_timeout_ms
             raise _refuse("abandon_timeout_ms", self.abandon_timeout_ms, f"give {least} or more: twice the operation's")
@@ -133,6 +153,8 @@ class KvcrOptions:
                 self.remote_wait_ms,
                 f"the runner itself waits {self.operation_timeout_ms}; give that or more, or a shorter deadline",
             )
+
+    def _check_disk(self) -> None:
         if bool(self.disk_path) != bool(self.disk_blocks):
             raise _refuse("disk_blocks", self.disk_blocks, "the disk tier needs a folder and a size: give both or none")
         if self.disk_path and self.verify_transfer_bytes and self.control_port:
@@ -141,15 +163,24 @@ class KvcrOptions:
                 self.verify_transfer_bytes,
                 "a disk tier takes one pool: no digests for peers",
             )
+
+    def _check_sharing(self) -> None:
         if self.owner_endpoint and not self.share_replicated_mla:
             raise _refuse("owner_endpoint", self.owner_endpoint, "it is for share_replicated_mla=true")
+        if self.sharded_pools and not self.share_replicated_mla:
+            raise _refuse("sharded_pools", self.sharded_pools, "it is for share_replicated_mla=true")
         if self.owner_endpoint and not self.control_port:
             raise _refuse("control_port", self.control_port, "reading the owner's copy needs one")
 
     @property
     def hint_hosts(self) -> frozenset[str]:
         """The hosts that hints may name."""
-        return frozenset(host.strip() for host in self.allowed_hint_hosts.split(",") if host.strip())
+        return _names(self.allowed_hint_hosts)
+
+    @property
+    def shard_names(self) -> frozenset[str]:
+        """The pools of which each rank has a shard."""
+        return _names(self.sharded_pools)
 
     @property
     def span_counts(self) -> dict[str, int]:
@@ -173,6 +204,10 @@ class KvcrOptions:
             raise _refuse(
                 "group_offsets", self.group_offsets, "write whole numbers with commas, such as 0,1,-2"
             ) from None
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(name.strip() for name in text.split(",") if name.strip())
 
 
 def parse_options(options: Mapping[str, str]) -> KvcrOptions:

@@ -64,12 +64,11 @@ class PageIndex:
         if known is None or not known.tiers:
             self._blocks[block.key] = block
 
-    def forget(self, keys: Iterable[BlockKey]) -> None:
-        """Drop expectations that came to nothing."""
-        for key in keys:
-            block = self._blocks.get(key)
-            if block is not None and not block.tiers:
-                del self._blocks[key]
+    def forget(self, blocks: Iterable[Block]) -> None:
+        """Drop expectations that came to nothing; a later one of the same key stays."""
+        for block in blocks:
+            if not block.tiers and self._blocks.get(block.key) is block:
+                del self._blocks[block.key]
 
     def block(self, key: BlockKey) -> Block | None:
         """A block that is held."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from time import monotonic
 
+from kvcr_actors_kvcr.hints import HintRefusal
+
 COOLING_S = 30.0
 
 
@@ -19,19 +21,23 @@ class Peers:
         self._is_full = is_full
         self._paused: dict[str, float] = {}
 
-    def refuses(self, endpoint: str) -> str | None:
+    def refuses(self, endpoint: str) -> HintRefusal | None:
         """Why a peer is not asked now; None if it is."""
         if self._is_full():
-            return "too much memory is not quiet: no remote reads"
+            return HintRefusal.QUARANTINE_FULL
         if self._paused.get(endpoint, 0.0) > monotonic():
-            return f"{endpoint} failed a short time ago"
+            return HintRefusal.COOLING
         return None
 
     def note_failure(self, endpoint: str, seconds: float) -> str:
         """Pause a peer that took the runner's whole deadline; a refusal that came in time says nothing about it."""
         if seconds < self._operation_s:
             return f"{endpoint} refused"
+        self.pause(endpoint)
+        return f"{endpoint} did not answer in time; it is not asked for {COOLING_S:g} s"
+
+    def pause(self, endpoint: str) -> None:
+        """Ask a peer no more for `COOLING_S`."""
         now = monotonic()
         self._paused = {other: until for other, until in self._paused.items() if until > now}
         self._paused[endpoint] = now + COOLING_S
-        return f"{endpoint} did not answer in time; it is not asked for {COOLING_S:g} s"

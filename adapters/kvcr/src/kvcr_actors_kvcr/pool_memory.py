@@ -35,6 +35,11 @@ class PoolMemory:
         self.size = size
         self.address = address_of(self._mapping)
 
+    @property
+    def is_mapped(self) -> bool:
+        """Whether it was not closed."""
+        return not self._mapping.closed
+
     def close(self) -> None:
         """Unmap; the caller knows that nothing native uses it."""
         self._mapping.close()

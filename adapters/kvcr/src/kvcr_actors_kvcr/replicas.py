@@ -26,15 +26,17 @@ class OwnersPages:
         self.left_to_owner = 0
 
     @property
-    def is_owned_elsewhere(self) -> bool:
-        """Whether another rank writes."""
-        return bool(self._endpoint)
+    def endpoint(self) -> str:
+        """The owner's; empty if this rank is the owner."""
+        return self._endpoint
 
-    def note(self, batch: PageBatch) -> None:
-        """Leave pages to the owner."""
+    def note(self, batch: PageBatch, sharded: int) -> None:
+        """Leave pages to the owner, without their sharded pools."""
         for index, key in enumerate(batch.keys):
-            self._masks[key] = self._masks.pop(key, 0) | batch_mask(batch.slots, index)
-        self.left_to_owner += len(batch.keys)
+            left = batch_mask(batch.slots, index) & ~sharded
+            if left:
+                self._masks[key] = self._masks.pop(key, 0) | left
+                self.left_to_owner += 1
         while len(self._masks) > _MOST:
             self._masks.popitem(last=False)
 

@@ -6,21 +6,26 @@ from collections import Counter
 from collections.abc import Sequence
 
 import attrs
-from kvcr.types import ReleaseHandle
+from kvcr.types import BlockKey, ReleaseHandle
 
 from kvcr_actors.core.keys import router_key
 from kvcr_actors.types import PageKey, RequestId
 from kvcr_actors_kvcr.hints import FetchHint, HintRefusal, parse_hint
 from kvcr_actors_kvcr.options import KvcrOptions
+from kvcr_actors_kvcr.peers import Peers
 
 
 @attrs.define(eq=False)
 class OpenRequest:
-    """A request with a usable hint. `claims` are the owner thread's; `ended` is set once, by the loop."""
+    """A request with a usable hint. `claims` are the owner thread's; `ended` is set once, by the loop.
+
+    `refused` says that its source was not asked, which is counted once.
+    """
 
     hint: FetchHint
-    claims: list[ReleaseHandle] = attrs.field(factory=list[ReleaseHandle])
+    claims: dict[BlockKey, ReleaseHandle] = attrs.field(factory=dict[BlockKey, ReleaseHandle])
     ended: bool = False
+    refused: bool = False
     promised: frozenset[PageKey] = frozenset()
     """The pages that lookups were promised; the host has the others of a prefix already."""
 
@@ -44,12 +49,21 @@ class OpenRequests:
         if not self._options.control_port:
             self.refused[HintRefusal.PEERS_OFF] += 1
             return
-        hint = parse_hint(hints, self._hosts, move_hints=self._options.move_hints)
+        options = self._options
+        hint = parse_hint(hints, self._hosts, move_hints=options.move_hints, shard_offset=options.shard_offset)
         if isinstance(hint, HintRefusal):
             self.refused[hint] += 1
             return
         self.accepted += 1
         self._open[request_id] = OpenRequest(hint)
+
+    def may_ask(self, request: OpenRequest, peers: Peers) -> bool:
+        """Whether a request's source is asked now; that it is not is counted once a request."""
+        refusal = peers.refuses(request.hint.endpoint)
+        if refusal is not None and not request.refused:
+            request.refused = True
+            self.refused[refusal] += 1
+        return refusal is None
 
     def get(self, request_id: RequestId) -> OpenRequest | None:
         """The request, if it has a usable hint."""

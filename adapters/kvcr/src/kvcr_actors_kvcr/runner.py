@@ -21,6 +21,7 @@ from kvcr_actors.errors import DeadlineError, KvcrActorsError, StoreError
 from kvcr_actors.ports import Services
 from kvcr_actors.runtime.operation import Operation
 from kvcr_actors_kvcr.jobs import Entries, Job
+from kvcr_actors_kvcr.quarantine import Quarantine
 from kvcr_actors_kvcr.settling import Settler
 
 log = structlog.get_logger()
@@ -45,7 +46,6 @@ class RunnerCounters:
     uncertain: int = 0
     quiesced: int = 0
     late_settled: int = 0
-    quarantined_bytes: int = 0
     close_errors: int = 0
 
 
@@ -61,7 +61,8 @@ class RunnerLimits:
 class Runner:
     """Starts the runner on its thread, runs jobs on it, closes it. `open`, `submit`, `post`, `close` are the loop's.
 
-    `start` makes the runner, `stop` frees its memory once it is closed and quiet; both run on the thread.
+    What it is given is called on the thread: `start` makes the runner, `stop` frees its memory once it is closed and
+    quiet, `unanswered` hears of a peer that a job waits for no longer.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Runner:
         start: Callable[[], KVCR],
         stop: Callable[[], None],
         publish: Callable[[], None],
+        unanswered: Callable[[str], None],
         keep: object,
     ) -> None:
         self.counters = RunnerCounters()
@@ -83,13 +85,13 @@ class Runner:
         self._start = start
         self._stop = stop
         self._publish = publish
+        self._unanswered = unanswered
         self._keep = keep
         self._kvcr: KVCR | None = None
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._waiting: deque[Job[Any]] = deque()
         self._running: dict[OpHandle, Job[Any]] = {}
-        self._quarantine: dict[OpHandle, Job[Any]] = {}
-        self._uncertain: set[OpHandle] = set()
+        self._quarantine = Quarantine(lambda job: self._settle(job, job.on_error, quiet=True))
         self._accepting = True
         self._close_by: float | None = None
         self._opened: Operation[Exception | None] = Operation()
@@ -113,7 +115,7 @@ class Runner:
         """Host memory that nobody waits for any more and that native code may still touch; from any thread."""
         running = list(self._running.values())
         late = sum(job.waits.size for job in running if job.settled and job.waits is not None)
-        return self.counters.quarantined_bytes + late
+        return self._quarantine.bytes + late
 
     async def open(self) -> None:
         """Start the thread and the runner; raises why it did not start."""
@@ -213,11 +215,9 @@ class Runner:
             return
         self.counters.failed_operations += 1
         overran = monotonic() - job.waits_since >= self._limits.operation_s
-        overran = overran and not wait.remote and wait.size > 0
-        if wait.handle in self._uncertain or overran:
-            job.hazards[wait.handle] = wait.size
-            self.counters.quarantined_bytes += wait.size
-            self._quarantine[wait.handle] = job
+        overran = overran and not wait.peer and wait.size > 0
+        if overran or self._quarantine.is_doubted(wait.handle):
+            self._quarantine.keep(wait, job)
         if overran:
             self._retire(f"a local copy overran its {self._limits.operation_s:g} s")
 
@@ -249,6 +249,9 @@ class Runner:
         for job in self._running.values():
             if job.settle_at is not None and now >= job.settle_at and not job.settled:
                 self.counters.late_settled += 1
+                waits = job.waits
+                if waits is not None and waits.peer and now - job.waits_since >= self._limits.operation_s / 2:
+                    self._unanswered(waits.peer)  # before its own deadline: others need not wait for the same peer
                 self._settle(job, job.late, quiet=False)
 
     def _settle(self, job: Job[Any], outcome: Any, *, quiet: bool) -> None:
@@ -264,19 +267,11 @@ class Runner:
             log.warning("kvcr.source_transfer", state=error.state, operation=error.op_handle)
         elif error.state == "uncertain":
             self.counters.uncertain += 1
-            self._uncertain.add(error.op_handle)
+            self._quarantine.doubt(error.op_handle)
             log.error("kvcr.uncertain", operation=error.op_handle)
         else:
             self.counters.quiesced += 1
-            self._uncertain.discard(error.op_handle)
-            self._become_quiet(error.op_handle)
-
-    def _become_quiet(self, handle: OpHandle) -> None:
-        job = self._quarantine.pop(handle, None)
-        if job is not None:
-            self.counters.quarantined_bytes -= job.hazards.pop(handle)
-            if job.over and not job.hazards:
-                self._settle(job, job.on_error, quiet=True)
+            self._quarantine.end(error.op_handle)
 
     def _finish(self, error: Exception | None) -> None:
         """Close the runner in order: nothing new, jobs drained, close, one more poll, then fail what is left."""
@@ -293,8 +288,7 @@ class Runner:
             )
         else:
             quiet = True
-            for handle in list(self._quarantine):
-                self._become_quiet(handle)
+            self._quarantine.end_all()
             self._stop()
         for job in [*self._running.values(), *self._waiting]:
             job.steps.close()

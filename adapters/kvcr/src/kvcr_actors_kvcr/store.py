@@ -19,7 +19,7 @@ from kvcr_actors.runtime.operation import Operation
 from kvcr_actors.types import CacheLayout, PageKey, RequestId
 from kvcr_actors_kvcr.blocks import MOST_POOLS, PageBlocks
 from kvcr_actors_kvcr.confirming import Confirmer
-from kvcr_actors_kvcr.endpoints import endpoint, group_ports
+from kvcr_actors_kvcr.endpoints import own_endpoint
 from kvcr_actors_kvcr.hints import parse_endpoint
 from kvcr_actors_kvcr.instance import Instance
 from kvcr_actors_kvcr.jobs import Job
@@ -41,19 +41,11 @@ class KvcrStore:
     def __init__(self, options: KvcrOptions, capacity_pages: int, namespace: Namespace) -> None:
         if capacity_pages < 1:
             raise ConfigError(f"store kvcr: capacity_pages {capacity_pages}: a store holds 1 page or more")
-        ports = group_ports(options.control_port, options.offsets) if options.control_port else ()
-        self.options = options
-        self.endpoint: str | None = None
-        """Where peers reach this store; None if they cannot."""
-        if ports:
-            own = options.control_port + options.control_offset
-            if own not in ports:
-                raise ConfigError(
-                    f"store kvcr: control_offset {options.control_offset} is not in group_offsets {ports}"
-                )
-            self.endpoint = endpoint(options.advertise_host or options.bind_host, own)
         if options.owner_endpoint and parse_endpoint(options.owner_endpoint) is None:
             raise ConfigError(f"store kvcr: option owner_endpoint={options.owner_endpoint!r}; write tcp://host:port")
+        self.options = options
+        self.endpoint = own_endpoint(options)
+        """Where peers reach this store; None if they cannot."""
         self._capacity = capacity_pages
         self._namespace = namespace
         self._counters = StoreCounters()
@@ -61,29 +53,46 @@ class KvcrStore:
         self._requests = OpenRequests(options)
         self._owners = OwnersPages(options.owner_endpoint)
         self._traits = _traits(options, BLOCKS_A_CALL)
+        self._blocks: PageBlocks | None = None
         self._runner: Runner | None = None
         self._instance: Instance | None = None
         self._mover: Mover | None = None
         self._confirmer: Confirmer | None = None
         self._peers: Peers | None = None
         self._services: Services | None = None
-        self._side = 0
-        self._every = 0
 
     @property
     def traits(self) -> StoreTraits:
-        """What it declares of itself; the batch size is known once it is open."""
+        """What it declares of itself; the batch size, and whether it can store, are known once it is open."""
         return self._traits
 
     async def open(self, services: Services, host: HostMemory) -> None:
-        """Start the runner off the loop; StoreError says why it cannot start, and its buffers are kept then."""
-        if self._runner is not None:
+        """Start the runner off the loop; its buffers are kept if it cannot start.
+
+        StoreError says why. Without `required` it is no error: the traits say it, and every lookup is a miss.
+        """
+        if self._services is not None:
             raise StoreError("store kvcr was opened before: make a new one")
+        self._services = services
+        try:
+            await self._start(services, host)
+        except StoreError as error:
+            if self.options.required:
+                raise
+            self._traits = attrs.evolve(self._traits, cannot_store=str(error))
+
+    async def _start(self, services: Services, host: HostMemory) -> None:
         layout, options = host.layout, self.options
         if len(layout.pools) > MOST_POOLS:
             raise StoreError(f"store kvcr: {len(layout.pools)} pools; it takes {MOST_POOLS} at most")
-        blocks = PageBlocks(layout, self._namespace, self._index, combined=options.combine_page_writes)
-        self._side, self._every = blocks.side, blocks.side | blocks.main
+        self._blocks = blocks = PageBlocks(
+            layout,
+            self._namespace,
+            self._index,
+            combined=options.combine_page_writes,
+            shared=options.share_replicated_mla,
+            sharded=options.shard_names,
+        )
         agent = f"kvcr-actors-{os.getpid()}-{uuid.uuid4().hex[:12]}"
         instance = Instance(options, layout, host, self._capacity, agent, self.endpoint, blocks.adapter)
         runner = Runner(
@@ -94,9 +103,10 @@ class KvcrStore:
             start=lambda: instance.start(self._index.apply, runner.notice),
             stop=instance.close,
             publish=self._publish,
+            unanswered=self._pause,
             keep=(instance, host),
         )
-        self._services, self._instance, self._runner = services, instance, runner
+        self._instance, self._runner = instance, runner
         self._wire(layout, blocks, instance, runner, services)
         pages = max(1, min(BLOCKS_A_CALL, options.chunk_bytes // layout.page_bytes))
         self._traits = _traits(options, pages)
@@ -109,7 +119,7 @@ class KvcrStore:
         options = self.options
         transfers = instance.transfers(lambda: runner.kvcr, self._counters)
         self._peers = peers = Peers(options.operation_timeout_ms / 1_000, self._remote_full)
-        self._confirmer = Confirmer(layout, blocks, self._index, transfers, peers)
+        self._confirmer = Confirmer(layout, blocks, self._index, transfers, peers, options.chunk_bytes)
         self._mover = Mover(
             layout,
             instance.layout,
@@ -121,6 +131,7 @@ class KvcrStore:
             self._capacity,
             retired=lambda: runner.retired,
             peers=peers,
+            writes=blocks.sharded if self._owners.endpoint else blocks.every,
             lost=lambda keys: services.post(partial(self._owners.forget, keys)),
         )
 
@@ -128,6 +139,7 @@ class KvcrStore:
 
     def begin_request(self, request_id: RequestId, hints: object) -> None:
         """Take a request's router hint; one that cannot be used is counted, and the request reads nothing remote."""
+        self.end_request(request_id)  # an id that was not ended must not leave its claims behind
         self._requests.begin(request_id, hints)
 
     def end_request(self, request_id: RequestId) -> None:
@@ -138,22 +150,24 @@ class KvcrStore:
 
     def lookup(self, keys: Sequence[PageKey], request_id: RequestId) -> Operation[tuple[int, ...]]:
         """What is held, and what the request's hint promises."""
-        runner, peers = self._runner, self._peers
-        if runner is None or peers is None or not runner.serves:
+        runner, peers, blocks = self._runner, self._peers, self._blocks
+        if runner is None or peers is None or blocks is None or not runner.serves:
             return Operation[tuple[int, ...]].finished((0,) * len(keys))
-        masks = tuple(self._index.mask(key) | self._owners.mask(key) for key in keys)
+        masks = tuple(map(self._index.mask, keys))
+        if self._owners.endpoint and peers.refuses(self._owners.endpoint) is None:
+            masks = tuple(mask | self._owners.mask(key) for key, mask in zip(keys, masks, strict=True))
         request = self._requests.get(request_id)
-        if request is not None and peers.refuses(request.hint.endpoint) is None:
+        if request is not None and self._requests.may_ask(request, peers):
             request.promise(keys)
             masks = tuple(
-                self._every if key in request.promised else mask for key, mask in zip(keys, masks, strict=True)
+                blocks.every if key in request.promised else mask for key, mask in zip(keys, masks, strict=True)
             )
         return Operation[tuple[int, ...]].finished(masks)
 
     def confirm(self, keys: Sequence[PageKey], request_id: RequestId) -> Operation[bool]:
         """Have the request's source deliver the side pools that a promised prefix ends in; they stay claimed."""
         request = self._requests.get(request_id)
-        if request is None or not self._side or self._runner is None or self._confirmer is None:
+        if request is None or self._runner is None or self._confirmer is None or not self._confirmer.has_side_pools:
             return _finished(confirmed=True)
         job = Job(
             "confirm", self._confirmer.confirm(tuple(keys), request), Operation[bool](), on_error=False, late=False
@@ -178,11 +192,12 @@ class KvcrStore:
     def write(self, batch: PageBatch) -> Operation[BatchOutcome]:
         """Copy pages out of host slots; a rank that shares its owner's copy only notes them."""
         failed = _all(batch, PageOutcome.FAILED, "store kvcr is not open")
-        if self._runner is None or self._mover is None:
+        if self._runner is None or self._mover is None or self._blocks is None:
             return Operation[BatchOutcome].finished(failed)
-        if self._owners.is_owned_elsewhere:
-            self._owners.note(batch)
-            return Operation[BatchOutcome].finished(_all(batch, PageOutcome.OK, None))
+        if self._owners.endpoint:
+            self._owners.note(batch, self._blocks.sharded)
+            if not self._blocks.sharded:
+                return Operation[BatchOutcome].finished(_all(batch, PageOutcome.OK, None))
         return self._runner.submit(Job("write", self._mover.write(batch), Operation(), failed))
 
     def align(self, keys: Sequence[PageKey]) -> None:
@@ -205,6 +220,7 @@ class KvcrStore:
         state: dict[str, Any] = {
             "name": self.name,
             "endpoint": self.endpoint,
+            "cannot_store": self._traits.cannot_store,
             "held": len(self._index),
             "held_on_disk": self._index.on_disk,
             "evicted": self._index.evicted,
@@ -213,6 +229,7 @@ class KvcrStore:
             "hints_accepted": self._requests.accepted,
             "hints_refused": {reason.value: count for reason, count in self._requests.refused.items()},
             "progress_calm": self._instance is not None and self._instance.calm,
+            "mapped_bytes": 0 if self._instance is None else self._instance.mapped_bytes,
             **attrs.asdict(self._counters),
         }
         if runner is not None:
@@ -224,6 +241,10 @@ class KvcrStore:
         events = self._index.take_events()
         if events and self.options.publish_inventory and self._services is not None:
             self._services.post(partial(self._services.publish, events))
+
+    def _pause(self, endpoint: str) -> None:
+        if self._peers is not None:
+            self._peers.pause(endpoint)
 
     def _remote_full(self) -> bool:
         return self._runner is not None and self._runner.unquiet_bytes > self.options.quarantine_bytes

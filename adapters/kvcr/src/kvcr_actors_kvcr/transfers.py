@@ -107,7 +107,7 @@ class Transfers:
                 # Held already: naming it in the call is what keeps it, and what it is said to lie in is not looked at.
                 blocks.setdefault(block.key, some)
             handle = self._kvcr().deposit(blocks)
-            entries = yield Wait(handle, remote=False, size=self._bytes(pieces))
+            entries = yield Wait(handle, self._bytes(pieces))
         done = [piece for piece in pieces if entries[piece.block.key].success]
         self._counters.bytes_written += self._bytes(done)
         self._counters.spans_written += self._spans(done)
@@ -121,7 +121,7 @@ class Transfers:
         handle = kvcr.fetch(
             [piece.block.key for piece in pieces], expected_layout=self._layout.labels(pieces[0].block.mask)
         )
-        entries = yield Wait(handle, remote=False, size=0)
+        entries = yield Wait(handle, 0)
         claims: list[ReleaseHandle] = []
         good: list[bool] = []
         try:
@@ -158,7 +158,7 @@ class Transfers:
             }
             kvcr.submit_hint(hint.envelope(request), request)
             try:
-                entries = yield Wait(kvcr.deliver(blocks, request), remote=True, size=self._bytes(pieces))
+                entries = yield Wait(kvcr.deliver(blocks, request), self._bytes(pieces), hint.endpoint)
             finally:
                 kvcr.discard_hint(request)
             good = [
@@ -172,27 +172,31 @@ class Transfers:
         self._record("deliver", hint.endpoint, pieces, done, started)
         return entries, good
 
-    def confirm(self, blocks: Sequence[Block], hint: FetchHint) -> Steps[Entries]:
-        """Have a peer write blocks of one layout into the runner's own pool; what arrives is claimed."""
+    def confirm(self, blocks: Sequence[Block], absent: Sequence[Block], hint: FetchHint) -> Steps[Entries]:
+        """Claim blocks of one layout in the runner's own pool; a peer writes those that are absent from it."""
         started = monotonic()
         kvcr, request = self._kvcr(), f"confirm-{next(self._request_ids)}"
         kvcr.submit_hint(hint.envelope(request), request)
         try:
             keys = [block.key for block in blocks]
             handle = kvcr.fetch(keys, request, expected_layout=self._layout.labels(blocks[0].mask))
-            entries = yield Wait(handle, remote=True, size=0)
+            entries = yield Wait(handle, 0, hint.endpoint if absent else "")
         finally:
             kvcr.discard_hint(request)
-        pieces = [Piece(index, block, block.mask) for index, block in enumerate(blocks)]
+        pieces = [Piece(index, block, block.mask) for index, block in enumerate(absent)]
         done = [piece for piece in pieces if entries[piece.block.key].success]
         self._counters.confirmed += len(done)
+        self._counters.bytes_delivered += self._bytes(done)
+        self._counters.spans_delivered += self._spans(done)
         self._record("confirm", hint.endpoint, pieces, done, started)
         return entries
 
     def align(self, blocks: Sequence[Block]) -> None:
-        """Make blocks recent, the first the most."""
-        if blocks:
-            self._kvcr().align_sequence([block.key for block in blocks], use_current_time=True)
+        """Make blocks recent, the first the most: each call has a later time than the one before, so it comes last."""
+        kvcr = self._kvcr()
+        for end in range(len(blocks), 0, -BLOCKS_A_CALL):
+            call = blocks[max(0, end - BLOCKS_A_CALL) : end]
+            kvcr.align_sequence([block.key for block in call], use_current_time=True)
 
     def release(self, claims: Sequence[ReleaseHandle]) -> None:
         """Give claims back, once."""
@@ -221,16 +225,23 @@ class Transfers:
             )
 
 
-def in_calls(items: Sequence[T], size_of: Callable[[T], int], most_bytes: int) -> Iterator[Sequence[T]]:
-    """Cut items into calls of `BLOCKS_A_CALL` and `most_bytes` at most; one item may be larger."""
+def _one(_item: object) -> int:
+    return 1
+
+
+def in_calls(
+    items: Sequence[T], size_of: Callable[[T], int], most_bytes: int, blocks_of: Callable[[T], int] = _one
+) -> Iterator[Sequence[T]]:
+    """Cut items into calls of `BLOCKS_A_CALL` blocks and `most_bytes` at most; one item may be larger."""
     call: list[T] = []
-    size = 0
+    size = blocks = 0
     for item in items:
-        more = size_of(item)
-        if call and (len(call) == BLOCKS_A_CALL or size + more > most_bytes):
+        more, others = size_of(item), blocks_of(item)
+        if call and (blocks + others > BLOCKS_A_CALL or size + more > most_bytes):
             yield call
-            call, size = [], 0
+            call, size, blocks = [], 0, 0
         call.append(item)
         size += more
+        blocks += others
     if call:
         yield call

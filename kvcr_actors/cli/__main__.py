@@ -1,5 +1,0 @@
-"""`python -m kvcr_actors.cli`, for where the script is not on the path."""
-
-from kvcr_actors.cli import main
-
-main()
