@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -187,6 +188,13 @@ async def test_close_runs_what_was_posted_drops_what_follows_and_ends_the_thread
     assert bell._doorbell.empty()
     assert ran == ["before"]
     assert "test-bell" not in {thread.name for thread in threading.enumerate()}
+
+
+async def test_the_relay_thread_does_not_push_the_ringer_aside(bell):
+    with anyio.fail_after(WAIT_S):
+        while os.sched_getscheduler(bell._relay.native_id) != os.SCHED_BATCH:
+            await anyio.sleep(0.001)
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
 
 
 async def test_a_ring_after_close_reaches_nobody():
