@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json as json_format
+import signal
 import tempfile
+import threading
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -144,8 +146,26 @@ def _located_store(options: ReplayOptions) -> Generator[ReplayOptions, None, Non
     if options.store != "disk" or options.store_path is not None or not options.has_store:
         yield options
         return
-    with tempfile.TemporaryDirectory(prefix="kvcr-actors-") as folder:
-        yield attrs.evolve(options, store_path=Path(folder))
+    folder = tempfile.TemporaryDirectory(prefix="kvcr-actors-")
+    try:
+        yield attrs.evolve(options, store_path=Path(folder.name))
+    finally:
+        with _deaf():  # it holds prompts' pages, and goes before the program does
+            folder.cleanup()
+
+
+@contextmanager
+def _deaf() -> Generator[None]:
+    """Ignore for a moment the signals that would end the program; they come to the main thread alone."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _progress_bar(console: Console, *, shown: bool) -> Progress:

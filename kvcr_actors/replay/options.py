@@ -34,7 +34,7 @@ def option_name(field: str) -> str:
 def _whole(least: int) -> Callable[[object, attrs.Attribute[Any], object], None]:
     def check(options: object, field: attrs.Attribute[Any], value: object) -> None:
         if type(value) is not int or value < least:
-            raise ConfigError(f"{option_name(field.name)}: {value!r} is not a whole number; give {least} or more")
+            raise ConfigError(f"{option_name(field.name)}: {value!r} is not a whole number of {least} or more")
 
     return check
 

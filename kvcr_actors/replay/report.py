@@ -11,7 +11,7 @@ import attrs
 
 from kvcr_actors.core.accounting import RequestAccount
 from kvcr_actors.core.stats import BackupTotals, ControllerStats, PrefetchTotals, TierTotals
-from kvcr_actors.types import MissReason, Tier
+from kvcr_actors.types import MissReason, SkipReason, Tier
 
 Json: TypeAlias = dict[str, Any]
 
@@ -23,6 +23,8 @@ class StoreResult:
     deposited: int = 0
     failed: int = 0
     evicted: int = 0
+    skipped: Counter[SkipReason] = attrs.field(factory=Counter[SkipReason])
+    """Why pages were not taken: `failed` in all."""
 
 
 @attrs.define
@@ -146,7 +148,8 @@ class ReplayReport:
         self.tiers[Tier.STORE] = stats.store
         self.backup = stats.backup
         self.prefetch = stats.prefetch
-        self.store = StoreResult(stats.deposit.deposited, stats.deposit.skipped.total(), stats.store_evicted)
+        deposit = stats.deposit
+        self.store = StoreResult(deposit.deposited, deposit.skipped.total(), stats.store_evicted, deposit.skipped)
         self.events.published = stats.events_published
 
     def identities(self) -> list[str]:
@@ -203,7 +206,7 @@ class ReplayReport:
             },
             "backup": attrs.asdict(self.backup, recurse=False) | {"skipped": _plain(self.backup.skipped)},
             "prefetch": attrs.asdict(self.prefetch),
-            "store": attrs.asdict(self.store),
+            "store": attrs.asdict(self.store, recurse=False) | {"skipped": _plain(self.store.skipped)},
             "verify": attrs.asdict(self.verify),
             "claims": attrs.asdict(self.claims),
             "device_pages": attrs.asdict(self.device),

@@ -42,7 +42,8 @@ def _summary(report: ReplayReport) -> Table:
         f"{backup.slices:,} slices, {backup.bytes / 1e6:,.1f} MB; skipped: {_counts(backup.skipped)}",
         "prefetch": f"{prefetch.started:,} started, {prefetch.used:,} used, {prefetch.cancelled:,} cancelled, "
         f"{prefetch.failed:,} failed",
-        "store": f"{store.deposited:,} pages deposited, {store.failed:,} not, {store.evicted:,} evicted",
+        "store": f"{store.deposited:,} pages deposited, {store.failed:,} not, {store.evicted:,} evicted; "
+        f"not: {_counts(store.skipped)}",
         "verified": f"{report.verify.pages:,} restored pages, {report.verify.mismatches:,} with wrong bytes",
         "claims": f"{report.claims.taken:,} taken, {report.claims.released:,} released, {report.claims.open:,} open, "
         f"{report.claims.quarantined:,} quarantined",

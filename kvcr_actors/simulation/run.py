@@ -45,6 +45,7 @@ def run_seed(options: SimulationOptions, seed: int) -> SeedResult:
         try:
             run_virtual(partial(_live, world), backend=_BACKENDS[options.loop], seed=seed)
         except Exception as error:  # noqa: BLE001 - any error is what a simulation looks for
+            _raise_interrupt(error)
             failure = f"{type(error).__name__}: {error}"
     return SeedResult(seed, world.operations, world.virtual_s, world.fired, tuple(world.trace), failure)
 
@@ -75,6 +76,15 @@ def _run_brief(options: SimulationOptions, seed: int) -> SeedResult:
     """Of a seed that kept every rule nobody wants the trace, which would cost more than the seed to send."""
     result = run_seed(options, seed)
     return result if result.failure is not None else attrs.evolve(result, trace=())
+
+
+def _raise_interrupt(error: BaseException) -> None:
+    """A loop wraps a signal that came in the middle of its own work: it is no finding."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, KeyboardInterrupt):
+            raise cause
+        cause = cause.__cause__ or cause.__context__
 
 
 async def _live(world: World) -> None:

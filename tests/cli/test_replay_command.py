@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gzip
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import attrs
@@ -91,7 +93,7 @@ def test_an_unreadable_trace_is_named(trace: Path, capsys: pytest.CaptureFixture
         (("--pools", "kv,zzz"), "--pools: 'zzz' is not known"),
         (("--sequential", "--concurrency", "4"), "--concurrency: a --sequential replay runs one request at a time"),
         (("--device-blocks", "many"), 'Invalid value for --device-blocks: unable to convert "many" into int'),
-        (("--device-blocks", "0"), "--device-blocks: 0 is not a whole number; give 1 or more"),
+        (("--device-blocks", "0"), "--device-blocks: 0 is not a whole number of 1 or more"),
         (("--write-policy", "never"), "--write-policy"),
         (("--loop", "uvloop"), "--loop"),
         (("--nonsense",), "Unknown option: --nonsense"),
@@ -142,3 +144,19 @@ def test_version_and_help_import_neither_torch_nor_matplotlib() -> None:
         "assert not {'torch', 'matplotlib', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60, stdout=subprocess.DEVNULL)
+
+
+def test_signals_wait_while_the_temporary_folder_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[object] = []
+    real = tempfile.TemporaryDirectory.cleanup
+
+    def cleanup(self: tempfile.TemporaryDirectory[str]) -> None:
+        heard.extend((signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)))
+        os.kill(os.getpid(), signal.SIGINT)
+        real(self)
+
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(tempfile.TemporaryDirectory, "cleanup", cleanup)
+    assert run(["replay", "--limit", "5", "--page-bytes", "64", "--store", "disk", "--no-progress"]) == 0
+    assert heard == [signal.SIG_IGN, signal.SIG_IGN]
+    assert signal.getsignal(signal.SIGINT) is before

@@ -14,7 +14,7 @@ from kvcr_actors.types import WritePolicy
 @pytest.mark.parametrize(
     ("values", "complaint"),
     [
-        ({"limit": 0}, "--limit: 0 is not a whole number; give 1 or more"),
+        ({"limit": 0}, "--limit: 0 is not a whole number of 1 or more"),
         ({"concurrency": 0}, "--concurrency: 0"),
         ({"device_blocks": 0}, "--device-blocks: 0"),
         ({"device_blocks": True}, "--device-blocks: True"),

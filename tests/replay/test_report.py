@@ -65,7 +65,7 @@ def test_the_json_form_has_the_documented_keys() -> None:
             "skipped": {"no_host_memory": 1},
         },
         "prefetch": {"started": 0, "used": 0, "cancelled": 0, "failed": 0},
-        "store": {"deposited": 7, "failed": 0, "evicted": 0},
+        "store": {"deposited": 7, "failed": 0, "evicted": 0, "skipped": {}},
         "verify": {"pages": 5, "mismatches": 0},
         "claims": {"taken": 9, "released": 9, "open": 0, "quarantined": 0},
         "device_pages": {"capacity": 6, "free": 1, "held": 3, "in_flight": 2},

@@ -12,7 +12,7 @@ import pytest
 from kvcr_actors.errors import ConfigError
 from kvcr_actors.simulation.faults import KINDS, Kind, parse_kinds
 from kvcr_actors.simulation.run import run_seed
-from kvcr_actors.simulation.world import SimulationOptions
+from kvcr_actors.simulation.world import SimulationOptions, World
 
 SEEDS = int(os.environ.get("KVCR_ACTORS_SIMULATION_SEEDS", "20"))
 """How many seeds are run; continuous integration runs more."""
@@ -82,6 +82,16 @@ def test_a_seed_gives_the_same_trace_each_time_in_every_process(loop: str) -> No
     here = "".join("\n".join(run_seed(SimulationOptions(loop=loop), seed).trace) + "\n" for seed in (5, 11, 13))
     assert len(here) > 10_000
     assert traces == [here.encode()] * 2
+
+
+@pytest.mark.parametrize("loop", ["trio", "asyncio"])
+def test_a_signal_that_a_loop_wrapped_is_no_finding(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def interrupted(self: World) -> None:
+        raise RuntimeError("internal error") from KeyboardInterrupt()
+
+    monkeypatch.setattr(World, "live", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_seed(SimulationOptions(loop=loop), 0)
 
 
 def test_seeds_differ() -> None:
