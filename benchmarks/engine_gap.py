@@ -88,7 +88,6 @@ class Scheduler:
         controller: CacheController | None,
         arm: str,
     ) -> None:
-        self._work = Work()
         self._model = model
         self._nodes = nodes
         self._work_s = work_s
@@ -121,7 +120,7 @@ class Scheduler:
                 self._launch(step + 1)
             self._ends[step].synchronize()
             woke_s = perf_counter()
-            self._work.do(self._work_s)
+            _work(self._work_s)
             worked.append((perf_counter() - woke_s) * 1e6)
             if self._controller is not None:
                 if self._arm != "thread":
@@ -174,7 +173,7 @@ class Scheduler:
         if controller is not None and len(self._open) > SETS - 2:
             self._wait_for_pages(controller)
         for lane in range(burst % 2, LANES, 2):
-            self._work.do(FINISH_S)
+            _work(FINISH_S)
             if controller is not None:
                 controller.write(self._nodes[lane][burst // 2], flush=False)
                 if self._arm == "node":
@@ -332,17 +331,14 @@ def _take_acks(completions: Sequence[Completion], open_steps: deque[int]) -> Non
                 open_steps.remove(completion.step)
 
 
-class Work:
+def _work(seconds: float) -> None:
     """The scheduler's own work: Python for so much CPU time of its thread, whoever else wants the GIL.
 
     Neither waiting for the GIL nor a change of the host's clock speed makes it less or more.
     """
-
-    def do(self, seconds: float) -> None:
-        """Work for so much CPU time."""
-        end = thread_time() + seconds
-        while thread_time() < end:
-            _turn_over(400)
+    end = thread_time() + seconds
+    while thread_time() < end:
+        _turn_over(400)
 
 
 def _turn_over(turns: int) -> None:

@@ -300,6 +300,8 @@ def test_a_folder_left_before_its_format_was_written_is_used(tmp_path: Path) -> 
     (folder / "lock").touch()
     (folder / "format.tmp").write_text("kvcr")
     open_disk(folder).close()
+    assert (folder / "format").read_text().startswith("kvcr-actors disk store, format ")
+    assert not (folder / "format.tmp").exists()
     open_disk(folder).close()
 
 
