@@ -94,13 +94,19 @@ async def test_a_request_without_a_hint_has_nothing_to_confirm():
         assert await one.confirm(chain("a", 2)) is True
 
 
+async def confirmed(source, target):
+    """The keys of a page that the source has, which the target has confirmed for `request`."""
+    keys = chain("a", 1)
+    await source.write(keys, [KV | SWA | MAMBA])
+    target.store.begin_request("request", source.hint(keys))
+    await target.lookup(keys)
+    assert await target.confirm(keys) is True
+    return keys
+
+
 async def test_what_was_confirmed_is_claimed_until_the_request_ends():
     async with side(HYBRID) as source, side(HYBRID, capacity=1, align_storage_prefix=False) as target:
-        keys = chain("a", 1)
-        await source.write(keys, [KV | SWA | MAMBA])
-        target.store.begin_request("request", source.hint(keys))
-        await target.lookup(keys)
-        assert await target.confirm(keys) is True
+        keys = await confirmed(source, target)
         other = chain("b", 1)
         assert await target.write(other, [SWA | MAMBA]) == "F", "a claimed page is not evicted"
         target.store.end_request("request")
@@ -109,11 +115,7 @@ async def test_what_was_confirmed_is_claimed_until_the_request_ends():
 
 async def test_a_request_that_begins_twice_leaves_no_claim_of_the_first_time():
     async with side(HYBRID) as source, side(HYBRID, capacity=1, align_storage_prefix=False) as target:
-        keys = chain("a", 1)
-        await source.write(keys, [KV | SWA | MAMBA])
-        target.store.begin_request("request", source.hint(keys))
-        await target.lookup(keys)
-        assert await target.confirm(keys) is True
+        keys = await confirmed(source, target)
         target.store.begin_request("request", source.hint(keys))
         target.store.end_request("request")
         assert await target.write(chain("b", 1), [SWA | MAMBA]) == "o"
@@ -182,11 +184,7 @@ async def test_no_call_of_the_runner_names_more_than_64_blocks(monkeypatch: pyte
 
 async def test_a_side_page_that_is_evicted_while_the_rest_arrives_makes_the_page_a_miss():
     async with side(HYBRID) as source, side(HYBRID, capacity=1, align_storage_prefix=False) as target:
-        keys = chain("a", 1)
-        await source.write(keys, [KV | SWA | MAMBA])
-        target.store.begin_request("request", source.hint(keys))
-        await target.lookup(keys)
-        assert await target.confirm(keys) is True
+        keys = await confirmed(source, target)
         target.store.end_request("request")  # its side pages stay, without a claim
         target.store.begin_request("late", source.hint(keys))
         read = target.store.read(target.batch(keys, [KV | SWA | MAMBA]), "late")
