@@ -106,7 +106,7 @@ async def confirmed(source, target):
 
 async def test_what_was_confirmed_is_claimed_until_the_request_ends():
     async with side(HYBRID) as source, side(HYBRID, capacity=1, align_storage_prefix=False) as target:
-        keys = await confirmed(source, target)
+        await confirmed(source, target)
         other = chain("b", 1)
         assert await target.write(other, [SWA | MAMBA]) == "F", "a claimed page is not evicted"
         target.store.end_request("request")
