@@ -16,6 +16,7 @@ from kvcr_actors.core.ledger import Claim, ClaimState
 from kvcr_actors.errors import InboxClosedError, InboxFullError
 from kvcr_actors.messages import CopyStarted, DepositPages, StagedNode
 from kvcr_actors.ports import Agreement, CopyOutcome
+from kvcr_actors.runtime.breath import PAGES_A_CALL
 from kvcr_actors.runtime.endings import run_endings
 from kvcr_actors.types import NO_SLOT, NodeId, SkipReason
 
@@ -143,6 +144,7 @@ class ConfirmationActor:
         done, failed = list(started.done), list(started.failed)
         ready: list[HostPage] = []
         tails: list[HostPage] = []
+        filled: list[HostPage] = []
         kept = 0
         for node in started.staged:
             state.breathe()
@@ -151,11 +153,16 @@ class ConfirmationActor:
                 failed.append((node.node_id, _reason(node, outcome, is_good=bool(good & 1 << node.position))))
                 continue
             kept |= bit
-            ready.extend(state.grow(node.growths))
-            ready.extend(state.commit(node.pages))
+            if node.growths:
+                ready.extend(state.grow(node.growths))
+            filled.extend(node.pages)
+            if len(filled) >= PAGES_A_CALL:
+                ready.extend(state.commit(filled))
+                filled.clear()
             if node.tail is not None:
                 tails.append(node.tail)
             done.append(node.node_id)
+        ready.extend(state.commit(filled))
         state.publish_changes()
         self._deposit(started.step, ready, tails)
         self._settled[started.step] = (done, failed)
@@ -163,6 +170,8 @@ class ConfirmationActor:
     def _deposit(self, step: int, ready: Sequence[HostPage], tails: Sequence[HostPage]) -> None:
         """Send pages to the store: those that became ready, and tails of old ones that it lacks."""
         state = self._state
+        if state.store is None:
+            return
         pages = [page for page in dict.fromkeys([*ready, *tails]) if state.lacks_deposit(page)]
         if not pages:
             return

@@ -62,12 +62,16 @@ def longest(bits: int) -> int:
 
 def component_masks(components: Components) -> list[int]:
     """Return for each page the bit set of the pools that keep something for it."""
-    masks = [0] * len(components[0])
+    whole = 0
+    partial: list[tuple[int, Sequence[int]]] = []
     for pool, pages in enumerate(components):
-        bit = 1 << pool
-        for index, page in enumerate(pages):
-            if page != NO_SLOT:
-                masks[index] |= bit
+        if NO_SLOT in pages:
+            partial.append((1 << pool, pages))
+        else:
+            whole |= 1 << pool
+    masks = [whole] * len(components[0])
+    for bit, pages in partial:
+        masks = [mask if page == NO_SLOT else mask | bit for mask, page in zip(masks, pages, strict=True)]
     return masks
 
 

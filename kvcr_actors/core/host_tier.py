@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import NoReturn
 
-from kvcr_actors.core.arena import SlotArena
+import attrs
+
 from kvcr_actors.core.eviction import EvictionPolicy, LruEviction
 from kvcr_actors.core.host_page import (
     Growth,
@@ -17,11 +18,34 @@ from kvcr_actors.core.host_page import (
     PagesStored,
     PageState,
 )
+from kvcr_actors.core.host_slots import HostSlots
 from kvcr_actors.core.prefix_tree import PrefixTree
 from kvcr_actors.errors import NoHostMemoryError
 from kvcr_actors.types import NO_SLOT, CacheLayout, PageKey
 
-__all__ = ["Growth", "HostChange", "HostPage", "HostTier", "PageState", "PagesFreed", "PagesRemoved", "PagesStored"]
+__all__ = [
+    "Growth",
+    "HostChange",
+    "HostPage",
+    "HostTier",
+    "NewPath",
+    "PageState",
+    "PagesFreed",
+    "PagesRemoved",
+    "PagesStored",
+]
+
+
+@attrs.frozen
+class NewPath:
+    """Pages to reserve below `parent` (None: the root), root to tail; a parent is a page that the tier holds.
+
+    `masks` gives for each page the bit set of the pools that keep something for it.
+    """
+
+    parent: HostPage | None
+    keys: Sequence[PageKey]
+    masks: Sequence[int]
 
 
 class HostTier:
@@ -33,18 +57,17 @@ class HostTier:
 
     def __init__(self, layout: CacheLayout, slots: int, policy: EvictionPolicy[HostPage] | None = None) -> None:
         self._tree = PrefixTree(LruEviction[HostPage]() if policy is None else policy, HostPage)
-        self._arenas = tuple(SlotArena(slots) for _ in layout.pools)
+        self._slots = HostSlots(len(layout.pools), slots)
         self._all_pools = (1 << len(layout.pools)) - 1
         self._ready = 0
         self._growing: dict[Growth, None] = {}
         self._changes: list[PagesStored | PagesRemoved] = []
-        self._freed: tuple[list[int], ...] = tuple([] for _ in layout.pools)
         self.capacity = slots
 
     @property
     def free_pages(self) -> int:
         """Pages with a component in every pool that can be reserved without eviction."""
-        return min(self.capacity - len(self._tree), *(arena.free_slots for arena in self._arenas))
+        return min(self.capacity - len(self._tree), *self._slots.free_in_each())
 
     @property
     def ready_pages(self) -> int:
@@ -66,10 +89,9 @@ class HostTier:
 
     def absent_run(self, keys: Sequence[PageKey]) -> int:
         """Count the leading keys that are not held. More may follow one that is: pages that were cut off."""
-        for count, key in enumerate(keys):
-            if key in self._tree:
-                return count
-        return len(keys)
+        if self._tree.holds_none(keys):
+            return len(keys)
+        return next(count for count, key in enumerate(keys) if key in self._tree)
 
     def touch(self, pages: Sequence[HostPage]) -> None:
         """Make a path (root to tail) the most recently used, its tail the oldest of it."""
@@ -86,28 +108,35 @@ class HostTier:
     def reserve(
         self, parent: HostPage | None, keys: Sequence[PageKey], masks: Sequence[int] | None = None
     ) -> list[HostPage]:
-        """Add FILLING pages below `parent` (None: the root), root to tail, in slots as contiguous as can be.
+        """Reserve one path (see `reserve_all`); without `masks` every page has a component in every pool."""
+        masks = [self._all_pools] * len(keys) if masks is None else masks
+        return self.reserve_all([NewPath(parent, keys, masks)])[0]
 
-        `masks` gives for each page the bit set of the pools that keep something for it; None is every pool. Evicts the
-        least recent leaves, only as many as are needed and never `parent` or what is above it. All or nothing:
-        NoHostMemoryError leaves everything as it was. Take the changes before the new slots are written.
+    def reserve_all(self, paths: Sequence[NewPath]) -> list[list[HostPage]]:
+        """Add FILLING pages for each path, in slots as contiguous as can be.
+
+        Evicts the least recent leaves, only as many as are needed and never a parent or what is above it. All or
+        nothing: NoHostMemoryError leaves everything as it was. Take the changes before the new slots are written.
         """
-        self._check_path(parent, keys, masks)
-        needs = self._needs(len(keys), masks)
-        if parent is not None:
+        self._check_paths(paths)
+        masks = list(chain.from_iterable(path.masks for path in paths))
+        needs = self._slots.needs(masks)
+        parents = [path.parent for path in paths if path.parent is not None]
+        for parent in parents:
             self._tree.pin(parent)
         try:
-            self._make_room(len(keys), needs)
+            self._make_room(len(masks), needs)
         finally:
-            if parent is not None:
+            for parent in parents:
                 self._tree.unpin(parent)
-        pages: list[HostPage] = []
-        above = parent
-        for index, (key, slots) in enumerate(zip(keys, self._allocate(needs, len(keys), masks), strict=True)):
-            above = self._tree.insert(key, above, slots, ready=False)
-            above.mask = self._all_pools if masks is None else masks[index]
-            pages.append(above)
-        return pages
+        slots = self._slots.deal(masks, needs)
+        reserved: list[list[HostPage]] = []
+        for path in paths:
+            pages = self._tree.insert_path(path.keys, path.parent, slots)
+            for page, mask in zip(pages, path.masks, strict=True):
+                page.mask = mask
+            reserved.append(pages)
+        return reserved
 
     def commit(self, pages: Sequence[HostPage]) -> list[HostPage]:
         """Make FILLING pages (parents first) READY, and return those that became so.
@@ -116,10 +145,12 @@ class HostTier:
         """
         self._check_filling(pages)
         ready: list[HostPage] = []
+        is_ready, make_ready = PageState.READY, self._tree.make_ready
         for page in pages:
-            if page.parent is None or page.parent.state is PageState.READY:
-                self._tree.make_ready(page)
-                page.state = PageState.READY
+            parent = page.parent
+            if parent is None or parent.state is is_ready:
+                make_ready(page)
+                page.state = is_ready
                 ready.append(page)
         self._ready += len(ready)
         self._record_stored(ready)
@@ -133,7 +164,7 @@ class HostTier:
         for page in pages:
             self._tree.remove(page)
             page.state = PageState.GONE
-        self._free([page.slots for page in pages])
+        self._slots.free([page.slots for page in pages])
 
     def reserve_more(self, wanted: Sequence[tuple[HostPage, int]]) -> list[Growth]:
         """Take slots for components that READY pages lack: for each page the bit set of the pools that it gains.
@@ -144,7 +175,7 @@ class HostTier:
             if page.state is not PageState.READY or mask & (page.mask | ~self._all_pools):
                 raise ValueError(f"{page!r} is not ready, or pools {mask:b} are not among those that it lacks")
         masks = [mask for _, mask in wanted]
-        needs = self._needs(len(wanted), masks)
+        needs = self._slots.needs(masks)
         for page, _ in wanted:
             self._tree.pin(page)
         try:
@@ -153,8 +184,8 @@ class HostTier:
             for page, _ in wanted:
                 self._tree.unpin(page)
             raise
-        slots = self._allocate(needs, len(wanted), masks)
-        growths = [Growth(page, taken) for (page, _), taken in zip(wanted, slots, strict=True)]
+        dealt = self._slots.deal(masks, needs)
+        growths = [Growth(page, slots) for (page, _), slots in zip(wanted, dealt, strict=True)]
         self._growing.update(dict.fromkeys(growths))
         return growths
 
@@ -178,20 +209,18 @@ class HostTier:
             page.mask = sum(1 << pool for pool, slot in enumerate(page.slots) if slot != NO_SLOT)
             if page.mask != before:
                 gained.append(page)
-        self._free(spare)
+        self._slots.free(spare)
         return gained
 
     def drop(self, growths: Sequence[Growth]) -> None:
         """Give up components that were not filled; their memory must be quiet."""
         for growth in growths:
             self._end_growth(growth)
-        self._free([growth.slots for growth in growths])
+        self._slots.free([growth.slots for growth in growths])
 
     def evict(self, count: int) -> int:
         """Evict up to `count` pages, least recent leaves first, and return how many went."""
-        victims: list[HostPage] = []
-        while len(victims) < count and (page := self._tree.evict_one()) is not None:
-            victims.append(page)
+        victims = self._tree.evict(count)
         self._let_go(victims)
         return len(victims)
 
@@ -203,10 +232,8 @@ class HostTier:
         """Return what changed since the last call: pages stored and removed in order, then the slots freed."""
         changes: list[HostChange] = [*self._changes]
         self._changes.clear()
-        if any(self._freed):
-            changes.append(PagesFreed(tuple(map(tuple, self._freed))))
-            for slots in self._freed:
-                slots.clear()
+        if freed := self._slots.take_freed():
+            changes.append(PagesFreed(freed))
         return changes
 
     def contents(self) -> frozenset[PageKey]:
@@ -227,74 +254,59 @@ class HostTier:
             mask = sum(1 << pool for pool, slot in enumerate(page.slots) if slot != NO_SLOT)
             if page.state is not expected or page.mask != mask:
                 raise AssertionError(f"{page!r}: its state or its mask {page.mask} is wrong")
-        for pool, arena in enumerate(self._arenas):
+        for pool, arena in enumerate(self._slots.arenas):
             arena.check()
             taken = [one.slots[pool] for one in (*self._tree, *self._growing)]
             used = [slot for slot in taken if slot != NO_SLOT]
             if len(set(used)) != len(used) or len(used) != arena.slots - arena.free_slots:
                 raise AssertionError(f"pool {pool}: {len(used)} slots in pages, {arena.free_slots} free")
 
-    def _check_path(self, parent: HostPage | None, keys: Sequence[PageKey], masks: Sequence[int] | None) -> None:
-        if parent is not None and self._tree.get(parent.key) is not parent:
-            raise ValueError(f"{parent!r} is gone; reserve below a page that the tier holds")
-        if taken := [key for key in keys if key in self._tree]:
-            raise ValueError(f"page {taken[0].hex()} is held already; reserve only what the tier lacks")
-        if len(set(keys)) != len(keys):
-            raise ValueError("a path names a key twice")
-        if masks is not None and (len(masks) != len(keys) or any(mask & ~self._all_pools for mask in masks)):
-            raise ValueError(f"{len(masks)} masks for {len(keys)} keys, or a mask of a pool that does not exist")
+    def _check_paths(self, paths: Sequence[NewPath]) -> None:
+        tree = self._tree
+        for path in paths:
+            if path.parent is not None and tree.get(path.parent.key) is not path.parent:
+                raise ValueError(f"{path.parent!r} is gone; reserve below a page that the tier holds")
+            if not tree.holds_none(path.keys):
+                taken = next(key for key in path.keys if key in tree)
+                raise ValueError(f"page {taken.hex()} is held already; reserve only what the tier lacks")
+            if len(path.masks) != len(path.keys) or any(mask & ~self._all_pools for mask in path.masks):
+                masks, keys = len(path.masks), len(path.keys)
+                raise ValueError(f"{masks} masks for {keys} keys, or a mask of a pool that does not exist")
+        if len({key for path in paths for key in path.keys}) != sum(len(path.keys) for path in paths):
+            raise ValueError("paths name a key twice")
 
     def _check_filling(self, pages: Sequence[HostPage]) -> None:
+        filling = PageState.FILLING
         for page in pages:
-            if page.state is not PageState.FILLING:
+            if page.state is not filling:
                 raise ValueError(f"{page!r} is not filling; each page is committed or abandoned once")
         if len(set(pages)) != len(pages):
             raise ValueError("a page is named twice; each page is committed or abandoned once")
 
-    def _needs(self, count: int, masks: Sequence[int] | None) -> list[int]:
-        """Slots needed in each pool."""
-        if masks is None:
-            return [count] * len(self._arenas)
-        return [sum(mask >> pool & 1 for mask in masks) for pool in range(len(self._arenas))]
-
     def _make_room(self, count: int, needs: list[int]) -> None:
         """Evict until `count` pages and `needs` slots fit; if that cannot be, put every page back."""
-        short = [need - arena.free_slots for need, arena in zip(needs, self._arenas, strict=True)]
-        short.append(count - (self.capacity - len(self._tree)))
         if count > self.capacity:
             self._refuse(count, needs)
+        short = [need - free for need, free in zip(needs, self._slots.free_in_each(), strict=True)]
+        short.append(count - (self.capacity - len(self._tree)))
         victims: list[HostPage] = []
-        while max(short) > 0:
-            page = self._tree.evict_one()
-            if page is None:
+        # A page frees one slot a pool at most, so that many must leave at least, and no more do than must.
+        while (lacking := max(short)) > 0:
+            more = self._tree.evict(lacking)
+            victims += more
+            if len(more) < lacking:
                 for victim in reversed(victims):
                     self._tree.restore(victim)
                 self._refuse(count, needs)
-            victims.append(page)
-            short[-1] -= 1
-            for pool, slot in enumerate(page.slots):
-                short[pool] -= slot != NO_SLOT
+            given = [*self._slots.needs([page.mask for page in more]), lacking]
+            short = [need - freed for need, freed in zip(short, given, strict=True)]
         self._let_go(victims)
 
     def _refuse(self, count: int, needs: list[int]) -> NoReturn:
         raise NoHostMemoryError(
-            f"{count} pages need {needs} slots; {[arena.free_slots for arena in self._arenas]} are free, and eviction "
-            f"cannot give enough ({self.filling_pages} of {len(self._tree)} pages are filling, others may be claimed)"
+            f"{count} pages need {needs} slots; {self._slots.free_in_each()} are free, and eviction cannot give enough "
+            f"({self.filling_pages} of {len(self._tree)} pages are filling, others may be claimed)"
         )
-
-    def _allocate(self, needs: list[int], count: int, masks: Sequence[int] | None) -> Iterable[tuple[int, ...]]:
-        """Take the slots, one run a pool where one is long enough, and deal them out page by page."""
-        dealt: list[Iterable[int]] = []
-        for pool, (arena, need) in enumerate(zip(self._arenas, needs, strict=True)):
-            runs = arena.allocate(need)
-            if runs is None:
-                raise AssertionError(f"pool {pool} lacks the room that was just made in it")
-            slots = chain.from_iterable(runs)
-            if masks is None or need == count:
-                dealt.append(slots)
-            else:
-                dealt.append([next(slots) if mask >> pool & 1 else NO_SLOT for mask in masks])
-        return zip(*dealt, strict=True)
 
     def _let_go(self, victims: Sequence[HostPage]) -> None:
         """Finish evictions: the pages are out of the tree already."""
@@ -309,7 +321,7 @@ class HostTier:
             self._changes[-1] = PagesRemoved(last.keys + keys)
         else:
             self._changes.append(PagesRemoved(keys))
-        self._free([page.slots for page in victims])
+        self._slots.free([page.slots for page in victims])
 
     def _record_stored(self, pages: Sequence[HostPage]) -> None:
         if not pages:
@@ -327,14 +339,3 @@ class HostTier:
             raise ValueError(f"the growth of {growth.page!r} is over; each is used or dropped once")
         del self._growing[growth]
         self._tree.unpin(growth.page)
-
-    def _free(self, freed: Sequence[tuple[int, ...]]) -> None:
-        """Give slots back, one tuple a page, neighbours as one run."""
-        for pool, arena in enumerate(self._arenas):
-            slots = sorted(page[pool] for page in freed if page[pool] != NO_SLOT)
-            self._freed[pool].extend(slots)
-            first = 0
-            for index in range(1, len(slots) + 1):
-                if index == len(slots) or slots[index] != slots[index - 1] + 1:
-                    arena.free(slots[first], index - first)
-                    first = index

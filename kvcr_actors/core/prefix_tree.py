@@ -55,6 +55,10 @@ class PrefixTree(Generic[PageT]):
     def __contains__(self, key: PageKey) -> bool:
         return key in self._pages
 
+    def holds_none(self, keys: Iterable[PageKey]) -> bool:
+        """Whether no page of these keys is held."""
+        return self._pages.keys().isdisjoint(keys)
+
     def get(self, key: PageKey) -> PageT | None:
         """Return the page of a key, ready or not."""
         return self._pages.get(key)
@@ -89,6 +93,14 @@ class PrefixTree(Generic[PageT]):
         if ready:
             self._policy.add(page)
         return page
+
+    def insert_path(self, keys: Iterable[PageKey], parent: PageT | None, payloads: Iterator[Any]) -> list[PageT]:
+        """Add pages that are not ready, each below the one before it, with as many payloads as there are keys."""
+        pages: list[PageT] = []
+        for key in keys:
+            parent = self.insert(key, parent, next(payloads), ready=False)
+            pages.append(parent)
+        return pages
 
     def make_ready(self, page: PageT) -> None:
         """Mark a page's bytes as in place; its parent must be ready."""
@@ -136,11 +148,18 @@ class PrefixTree(Generic[PageT]):
 
     def evict_one(self) -> PageT | None:
         """Take out the policy's next victim; None if no page is evictable."""
-        page = self._policy.victim()
-        if page is not None:
-            self._policy.discard(page)
-            self._detach(page)
-        return page
+        pages = self.evict(1)
+        return pages[0] if pages else None
+
+    def evict(self, count: int) -> list[PageT]:
+        """Take out up to `count` pages, the policy's next victims, leaves first."""
+        pages: list[PageT] = []
+        victim, discard, detach = self._policy.victim, self._policy.discard, self._detach
+        while len(pages) < count and (page := victim()) is not None:
+            discard(page)
+            detach(page)
+            pages.append(page)
+        return pages
 
     def restore(self, page: PageT) -> None:
         """Undo an eviction as if it had not been; parents first."""

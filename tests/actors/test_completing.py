@@ -115,7 +115,7 @@ async def test_a_cancel_in_the_middle_leaves_nothing() -> None:
 async def test_without_room_for_the_components_the_pages_stay_as_they_are() -> None:
     async with single(host_slots=8) as member:
         await held_in_part(member)
-        mamba = member.host._arenas[2]
+        mamba = member.host._slots.arenas[2]
         taken = mamba.allocate(mamba.free_slots)
         assert await reasons(member, "r") == {MissReason.INCOMPLETE: 6}
         for run in taken:

@@ -12,12 +12,12 @@ import anyio
 import pytest
 
 from kvcr_actors.actors import prefix_end
-from kvcr_actors.actors.backup import BackupActor
 from kvcr_actors.actors.confirmation import ConfirmationActor
 from kvcr_actors.actors.deposit import DepositActor
 from kvcr_actors.actors.prefetch import PrefetchActor
 from kvcr_actors.actors.reading import PrefixReader
 from kvcr_actors.actors.restore import RestoreActor
+from kvcr_actors.actors.staging import StepStaging
 from kvcr_actors.actors.state import LoopState
 from kvcr_actors.core.prefetch_state import HeldPrefix
 from kvcr_actors.runtime import endings
@@ -43,7 +43,7 @@ FINALISERS: list[Callable[..., Any]] = [
     PrefixReader._leave,
     PrefixReader._give_back,
     PrefixReader._keep_landed,
-    BackupActor._give_back,
+    StepStaging.give_back,
     ConfirmationActor._settle,
     ConfirmationActor._give_up,
     ConfirmationActor._end,
@@ -169,7 +169,7 @@ def test_scenario_16_without_a_second_try_of_what_broke_off_something_stays_open
 
     for module in (
         prefix_end,
-        *(sys.modules[one.__module__] for one in (BackupActor, ConfirmationActor, DepositActor, PrefetchActor)),
+        *(sys.modules[one.__module__] for one in (StepStaging, ConfirmationActor, DepositActor, PrefetchActor)),
     ):
         monkeypatch.setattr(module, "run_endings", only_once)
     assert endings.run_endings is not only_once

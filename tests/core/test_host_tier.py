@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvcr_actors.core.arena import SlotArena
 from kvcr_actors.core.eviction import LruEviction
-from kvcr_actors.core.host_tier import HostPage, HostTier, PagesFreed, PagesRemoved, PagesStored, PageState
+from kvcr_actors.core.host_tier import HostPage, HostTier, NewPath, PagesFreed, PagesRemoved, PagesStored, PageState
 from kvcr_actors.core.inventory import BlocksRemoved, BlocksStored, InventoryIndex
 from kvcr_actors.errors import NoHostMemoryError
 from kvcr_actors.types import NO_SLOT, CacheLayout, PageKey, PoolSpec, Tier, TrailingPages
@@ -32,6 +33,11 @@ def ready(tier: HostTier, text: str, parent: HostPage | None = None) -> list[Hos
     return pages
 
 
+def path(text: str, parent: HostPage | None = None) -> NewPath:
+    """A path of one-letter keys that is to be reserved, with a component in each of two pools."""
+    return NewPath(parent, names(text), [3] * len(text))
+
+
 def state_of(tier: HostTier) -> tuple:
     """All that a refused call must leave as it was."""
     tier.check()
@@ -40,7 +46,7 @@ def state_of(tier: HostTier) -> tuple:
         tier.free_pages,
         tier.filling_pages,
         {page.key: (page.state, page.slots, page.pins, page.children) for page in tier._tree},
-        [(arena.free_slots, arena.largest_run) for arena in tier._arenas],
+        [(arena.free_slots, arena.largest_run) for arena in tier._slots.arenas],
     )
 
 
@@ -132,6 +138,51 @@ def test_a_reservation_that_cannot_fit_changes_nothing() -> None:
     tier.reserve(path[1], names("klmn"))
     assert tier.contents() == {b"a", b"b"}
     tier.check()
+
+
+def test_paths_are_reserved_together_or_not_at_all() -> None:
+    tier = HostTier(TWO_POOLS, 6)
+    (a,) = ready(tier, "a")
+    (b,) = ready(tier, "b")
+    ready(tier, "wxyz")
+    before = state_of(tier)
+    with pytest.raises(NoHostMemoryError):
+        tier.reserve_all([path("kl", a), path("mno", b)])
+    assert state_of(tier) == before
+    below_a, below_b, root = tier.reserve_all([path("kl", a), path("m", b), NewPath(None, names("n"), [1])])
+    assert [page.parent for page in (*below_a, *below_b, *root)] == [a, below_a[0], b, None]
+    assert [page.slots for page in (*below_a, *below_b)] == [(2, 2), (3, 3), (4, 4)]
+    assert (root[0].slots, root[0].mask) == ((5, NO_SLOT), 1)
+    # The parents are the oldest pages, and stay: only what is not needed for these paths left.
+    assert tier.contents() == {b"a", b"b"}
+    tier.check()
+
+
+@given(capacity=st.integers(1, 12), sizes=st.lists(st.integers(0, 4), max_size=5), masks=st.randoms())
+@settings(max_examples=150, deadline=None)
+def test_paths_together_evict_what_they_would_one_by_one(capacity: int, sizes: list[int], masks: Random) -> None:
+    def filled() -> HostTier:
+        tier = HostTier(TWO_POOLS, capacity)
+        for number in range(capacity):
+            tier.commit(tier.reserve(None, [bytes([number])], [1 + number % 3]))
+        return tier
+
+    new = [
+        NewPath(None, [bytes([100 + at, number]) for number in range(size)], masks.choices(range(4), k=size))
+        for at, size in enumerate(sizes)
+    ]
+    together, alone = filled(), filled()
+    try:
+        for one in new:
+            alone.reserve(one.parent, one.keys, one.masks)
+    except NoHostMemoryError:
+        with pytest.raises(NoHostMemoryError):
+            together.reserve_all(new)
+        assert together.contents() == filled().contents()
+        return
+    together.reserve_all(new)
+    assert together.contents() == alone.contents()
+    together.check()
 
 
 def test_the_order_of_eviction_survives_a_refused_reservation() -> None:
@@ -239,7 +290,9 @@ def test_misuse_is_refused_before_any_change() -> None:
         (lambda: tier.reserve(gone, names("n")), "is gone"),
         (lambda: tier.reserve(None, names("na")), "61 is held already"),
         (lambda: tier.reserve(None, names("nc")), "63 is held already"),
-        (lambda: tier.reserve(None, names("nn")), "names a key twice"),
+        (lambda: tier.reserve(None, names("nn")), "name a key twice"),
+        (lambda: tier.reserve_all([path("n"), path("kn")]), "name a key twice"),
+        (lambda: tier.reserve_all([path("n"), path("k", gone)]), "is gone"),
         (lambda: tier.reserve(None, names("n"), [1, 1]), "2 masks for 1 keys"),
         (lambda: tier.reserve(None, names("n"), [4]), "a pool that does not exist"),
         (lambda: tier.commit([b, a]), "is not filling"),
@@ -278,7 +331,7 @@ def test_the_invariant_checker_sees_damage() -> None:
         (lambda tier, page: setattr(page, "state", PageState.FILLING), "its state or its mask"),
         (lambda tier, page: setattr(page, "mask", 0), "its state or its mask"),
         (lambda tier, page: setattr(page, "slots", (1,)), "pool 0"),
-        (lambda tier, page: tier._arenas[0].free(0, 1), "pool 0: 2 slots in pages, 3 free"),
+        (lambda tier, page: tier._slots.arenas[0].free(0, 1), "pool 0: 2 slots in pages, 3 free"),
     ]:
         with pytest.raises(AssertionError, match=words):
             damaged(harm).check()
@@ -290,7 +343,7 @@ def test_an_arena_that_breaks_its_word_is_noticed() -> None:
             return None
 
     tier = HostTier(ONE_POOL, 4)
-    tier._arenas = (Broken(4),)
+    tier._slots.arenas = (Broken(4),)
     with pytest.raises(AssertionError, match="lacks the room"):
         tier.reserve(None, names("a"))
 
@@ -337,19 +390,27 @@ class HostTierMachine(RuleBasedStateMachine):
         self.names += count
         return [name.to_bytes(4, "big") for name in range(self.names - count, self.names)]
 
-    @rule(data=st.data(), count=st.integers(0, 11))
-    def reserve(self, data: st.DataObject, count: int) -> None:
+    @rule(data=st.data(), counts=st.lists(st.integers(0, 11), max_size=3))
+    def reserve(self, data: st.DataObject, counts: list[int]) -> None:
         parents = [page for page in (*self.filling, *self.ready) if page.state is not PageState.GONE]
-        parent = data.draw(st.none() | st.sampled_from(parents)) if parents else None
-        masks = data.draw(st.none() | st.lists(st.integers(0, 3), min_size=count, max_size=count))
+        paths = [
+            NewPath(
+                data.draw(st.none() | st.sampled_from(parents)) if parents else None,
+                self._keys(count),
+                data.draw(st.lists(st.integers(0, 3), min_size=count, max_size=count)),
+            )
+            for count in counts
+        ]
         before, ready = state_of(self.tier), self.tier.ready_pages
         free = self.tier.free_pages
         try:
-            pages = self.tier.reserve(parent, self._keys(count), masks)
+            reserved = self.tier.reserve_all(paths)
         except NoHostMemoryError:
             assert state_of(self.tier) == before
             return
-        assert self.tier.ready_pages >= ready - max(0, count - free)
+        assert self.tier.ready_pages >= ready - max(0, sum(counts) - free)
+        assert [[page.key for page in pages] for pages in reserved] == [list(one.keys) for one in paths]
+        pages = [page for pages in reserved for page in pages]
         for page in pages:
             for pool in range(2):
                 self.taken[pool] += page.slots[pool] != NO_SLOT
@@ -413,7 +474,7 @@ class HostTierMachine(RuleBasedStateMachine):
                         self.freed[pool] += len(slots[pool])
         assert self.index.keys(Tier.HOST) == self.tier.contents()
         assert self.index.anomalies == 0
-        used = [arena.slots - arena.free_slots for arena in self.tier._arenas]
+        used = [arena.slots - arena.free_slots for arena in self.tier._slots.arenas]
         assert used == [taken - freed for taken, freed in zip(self.taken, self.freed, strict=True)]
 
     @invariant()

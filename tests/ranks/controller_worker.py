@@ -67,7 +67,7 @@ def tell_state(scheduler: Scheduler) -> dict[str, Any]:
         "rank": scheduler.life.rank,
         "pid": os.getpid(),
         "host": held,
-        "slots_in_use": [arena.slots - arena.free_slots for arena in host._arenas],
+        "slots_in_use": [arena.slots - arena.free_slots for arena in host._slots.arenas],
         "claims": {
             "taken": claims.taken,
             "released": claims.released,

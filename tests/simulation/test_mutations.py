@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvcr_actors.actors import backup, deposit, reading
+from kvcr_actors.actors import deposit, reading, staging
 from kvcr_actors.actors.accord import Accord
 from kvcr_actors.actors.confirmation import ConfirmationActor
 from kvcr_actors.actors.prefetch import PrefetchActor
@@ -188,7 +188,7 @@ def a_failed_read_is_tried_for_ever(patch: Patch) -> None:
 
 def a_child_outlives_the_node_that_it_hangs_from(patch: Patch) -> None:
     """A parent skipped: a node is committed though the ranks gave up the node of its step that has its parent."""
-    patch.setattr(backup, "_needs", lambda nodes: [0] * len(nodes))
+    patch.setattr(staging, "_needs", lambda nodes: [0] * len(nodes))
 
 
 def a_stopped_search_mistakes_the_agreement(patch: Patch) -> None:
