@@ -261,6 +261,11 @@ def main() -> None:
     parser.add_argument("--arms", default=",".join(ARMS))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    arms = options.arms.split(",")
+    if unknown := [arm for arm in arms if arm not in ARMS]:
+        parser.error(f"--arms: {unknown[0]!r} is none of {', '.join(ARMS)}")
+    if arms[0] != "off":
+        parser.error("--arms: begin with 'off', which the others are compared with")
     model = DecodeModel(options.step_ms)
     layout = attrs.evolve(
         model.shape.layout,
@@ -275,7 +280,6 @@ def main() -> None:
     )
     host = HostPools(layout, HOST_SLOTS, registrar=CudaRuntime(model.device))
     work_s = model.step_ms * 1e-3 * options.work_share
-    arms = options.arms.split(",")
     print(f"{torch.cuda.get_device_name()}, step {model.step_ms:.2f} ms, scheduler work {work_s * 1e3:.2f} ms a step")
     for arm in arms:
         run_arm(arm, model, host, work_s, -1)  # warm-up

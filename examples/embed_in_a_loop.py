@@ -25,12 +25,24 @@ from kvcr_actors import (
 )
 
 # README: end
-from kvcr_actors.core.keys import Namespace, chain_seed, layout_name, page_keys
-from kvcr_actors.devices.cpu import CpuDevice, CpuFence
-from kvcr_actors.devices.host_memory import HostPools
-from kvcr_actors.ports import Store
-from kvcr_actors.stores.registry import open_store
-from kvcr_actors.types import BackupNode, CacheLayout, PageKey, PoolSpec, RequestId, RestoreOrder
+# isort: split
+from kvcr_actors import (
+    BackupNode,
+    CacheLayout,
+    CpuDevice,
+    CpuFence,
+    HostPools,
+    Namespace,
+    PageKey,
+    PoolSpec,
+    RequestId,
+    RestoreOrder,
+    Store,
+    chain_seed,
+    layout_name,
+    open_store,
+    page_keys,
+)
 
 PAGE_TOKENS = 4
 LAYOUT = CacheLayout((PoolSpec("kv", planes=2, plane_bytes=64),), page_tokens=PAGE_TOKENS)

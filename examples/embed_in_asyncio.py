@@ -9,11 +9,20 @@ import asyncio
 
 import torch
 
-from kvcr_actors import BackupNode, ControllerConfig, PrefetchRequest, RestoreOrder, open_controller
-from kvcr_actors.core.keys import chain_seed, page_keys
-from kvcr_actors.devices.cpu import CpuDevice, CpuFence
-from kvcr_actors.devices.host_memory import HostPools
-from kvcr_actors.types import CacheLayout, PoolSpec
+from kvcr_actors import (
+    BackupNode,
+    CacheLayout,
+    ControllerConfig,
+    CpuDevice,
+    CpuFence,
+    HostPools,
+    PoolSpec,
+    PrefetchRequest,
+    RestoreOrder,
+    chain_seed,
+    open_controller,
+    page_keys,
+)
 
 LAYOUT = CacheLayout((PoolSpec("kv", planes=2, plane_bytes=64),), page_tokens=4)
 

@@ -168,6 +168,13 @@ class AsyncController:
             raise InvalidNodeError(f"{what} was answered by {answer!r}; use a request id for one request at a time")
         return answer
 
+    async def wait_restores_submitted(self, timeout_s: float = 1.0) -> None:
+        """Wait until the device knows of every restore that was begun: then its `wait_layer` waits for them.
+
+        DeadlineError after `timeout_s`; ControllerClosedError if the controller ended before.
+        """
+        await self._assembly.restores.wait_async(self._desk.restore_steps, timeout_s)
+
     def cancel(self, request_id: RequestId) -> None:
         """End a prefetch, wherever it stands."""
         if request_id in self._ready:

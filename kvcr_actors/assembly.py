@@ -17,7 +17,7 @@ from kvcr_actors.actors.backup import BackupActor
 from kvcr_actors.actors.confirmation import ConfirmationActor
 from kvcr_actors.actors.deposit import DepositActor
 from kvcr_actors.actors.prefetch import PrefetchActor, end_ready
-from kvcr_actors.actors.publisher import PublisherActor
+from kvcr_actors.actors.publisher import Outlets, PublisherActor
 from kvcr_actors.actors.reading import PrefixReader
 from kvcr_actors.actors.restore import RestoreActor
 from kvcr_actors.actors.state import Inboxes, LoopState
@@ -29,6 +29,7 @@ from kvcr_actors.core.stats import ControllerStats
 from kvcr_actors.desk import EngineDesk
 from kvcr_actors.errors import ControllerClosedError
 from kvcr_actors.events.contexts import ContextTable
+from kvcr_actors.events.feed import EventFeed
 from kvcr_actors.messages import Completion, ControllerFailed
 from kvcr_actors.port_life import PORT_CLOSE_BUDGETS, opened
 from kvcr_actors.ports import Description, Device, EventSink, OperationId, Ranks, RankTerms, RunningEventSink, Store
@@ -36,6 +37,7 @@ from kvcr_actors.runtime.bell import LoopBell
 from kvcr_actors.runtime.breath import no_breath
 from kvcr_actors.runtime.inbox import Inbox
 from kvcr_actors.runtime.outbox import Outbox
+from kvcr_actors.runtime.progress import Progress
 from kvcr_actors.runtime.questions import Questions
 from kvcr_actors.runtime.runtime import Runtime
 from kvcr_actors.runtime.supervisor import ActorSpec, RestartPolicy, raising_sole_cause
@@ -86,9 +88,12 @@ class Assembly:
         """What other threads want of the loop."""
         self.stats = ControllerStats()
         self.ledger = ClaimLedger()
+        self.restores = Progress("steps with restores that the device knows of")
         self.host = HostTier(device.layout, device.host.slots)
         self._ranks = ranks
         self._sinks = sinks
+        self._feed = EventFeed(self.inboxes.publisher, has_sinks=bool(sinks))
+        self._outlets = Outlets(sinks, self._feed, self.stats)
         self._relay = relay
         self._breathe = breathe
         self._contexts = contexts
@@ -129,6 +134,7 @@ class Assembly:
             self.outbox,
             self.ring,
             self.ring_later,
+            feed=self._feed,
             pools=len(self.device.layout.pools),
             host_on=self.device.host.slots > 0,
             store_on=lambda: self.stores,
@@ -173,10 +179,12 @@ class Assembly:
             raise
         finally:
             self._close_inboxes()
+            self.restores.end()
             self._bell = None
             bell.close()
             self.questions.end()
-            self._publish_last()
+            self._feed.close()
+            self._outlets.publish(last=True)
             if self.ledger.open:
                 log.error("controller.claims_left", claims=[repr(claim) for claim in self.ledger.open_claims()])
 
@@ -193,7 +201,7 @@ class Assembly:
             try:
                 await self._run_ports(tasks, bell, started, stop)
             finally:
-                self._publish_last()
+                self._outlets.publish(last=True)
 
     @staticmethod
     def _refuse_events(events: Sequence[InventoryEvent]) -> None:
@@ -214,6 +222,8 @@ class Assembly:
             inboxes=self.inboxes,
             outbox=self.outbox,
             services=services,
+            feed=self._feed,
+            restores=self.restores,
             breathe=self._breathe,
             contexts=self._contexts,
         )
@@ -268,16 +278,8 @@ class Assembly:
             spec("confirmation", lambda tasks: ConfirmationActor(state, tasks, self._poke), boxes.confirmation),
             spec("deposit", lambda tasks: DepositActor(state, tasks, self._poke), boxes.deposit),
         ]
-        specs.append(spec("publisher", lambda _: self._publisher(state), boxes.publisher))
+        specs.append(spec("publisher", lambda tasks: PublisherActor(self._outlets, tasks), boxes.publisher))
         return specs
-
-    def _publisher(self, state: LoopState) -> PublisherActor:
-        return PublisherActor(self._sinks, self.stats, state.overflow)
-
-    def _publish_last(self) -> None:
-        """Publish what came when the publisher had stopped."""
-        if self._state is not None and self._state.overflow:
-            self._publisher(self._state).abandon((), ControllerClosedError("the publisher has stopped"))
 
     def _tell_failure(self, error: Exception) -> None:
         """Take no more orders, and tell the engine why, once."""

@@ -131,6 +131,20 @@ class CacheController:
             return self._pump_until(lambda: len(self._assembly.outbox) > 0, timeout_s)
         return self._assembly.outbox.wait(timeout_s)
 
+    def wait_restores_submitted(self, timeout_s: float = 1.0) -> None:
+        """Block until the device knows of every restore that was flushed: then its `wait_layer` waits for them.
+
+        For an engine that launches a step over pages that are being restored (docs/engines.md). One that comes to
+        nothing is not waited for: its completion tells. DeadlineError after `timeout_s`; ControllerClosedError if the
+        controller ended before.
+        """
+        restores, number = self._assembly.restores, self._desk.restore_steps
+        if isinstance(self._host, InlineHost):
+            self._pump_until(lambda: restores.settles(number), timeout_s)
+            restores.check(number, timeout_s)
+        else:
+            restores.wait(number, timeout_s)
+
     def write_back(
         self, nodes: Sequence[BackupNode], fence: object | None = None, timeout_s: float = 30.0
     ) -> BackupAck:

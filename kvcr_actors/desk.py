@@ -1,6 +1,6 @@
 """The engine's side of the hand-off: what its scheduler thread does, and nothing else.
 
-A step appends to lists, posts one message an actor and rings one bell, last. No lock is taken, no future made, no
+A step appends to lists, posts one message an actor and rings one bell, last. No lock is waited for, no future made, no
 tensor touched; a node costs one append.
 """
 
@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from kvcr_actors.actors.state import EVENTS_KEPT, Inboxes
+from kvcr_actors.actors.state import Inboxes
 from kvcr_actors.core.accounting import PrefixOutcome, RequestAccount, settle
 from kvcr_actors.core.inventory import InventoryEvent
 from kvcr_actors.core.rounds import first_agreement, step_operation
 from kvcr_actors.core.stats import ControllerStats
 from kvcr_actors.errors import InboxClosedError, InboxFullError, InvalidNodeError
+from kvcr_actors.events.feed import EventFeed
 from kvcr_actors.messages import (
     BackupAck,
     BackUpStep,
     CancelPrefetches,
     Completion,
-    InventoryChanged,
     PrefetchCancelled,
     PrefetchReady,
     RestoreStep,
@@ -46,6 +46,7 @@ class EngineDesk:
         ring: Callable[[], None],
         ring_later: Callable[[], None],
         *,
+        feed: EventFeed,
         pools: int,
         host_on: bool,
         store_on: Callable[[], bool],
@@ -55,12 +56,15 @@ class EngineDesk:
         self._outbox = outbox
         self._ring = ring
         self._ring_later = ring_later
+        self._feed = feed
         self._pools = pools
         # Ranks open each other's operations, also those of which they have nothing.
         self._host_on = host_on or join_without is not None
         self._join_without = join_without
         self._store_on = store_on
         self._step = 0
+        self.restore_steps = 0
+        """Steps with restores that were handed over."""
         self._nodes: list[BackupNode] = []
         self._requests: list[PrefetchRequest] = []
         self._orders: list[RestoreOrder] = []
@@ -169,7 +173,8 @@ class EngineDesk:
         if self._orders:
             orders, self._orders = self._orders, []
             try:
-                inboxes.restore.post(RestoreStep(orders, fence))
+                inboxes.restore.post(RestoreStep(orders, fence, self.restore_steps + 1))
+                self.restore_steps += 1
             except (InboxFullError, InboxClosedError):
                 # Their prefixes are still held: a cancel ends them the same way.
                 self._cancels.extend(order.request_id for order in orders)
@@ -196,16 +201,9 @@ class EngineDesk:
                 inboxes.prefetch.post(StopPrefetches(stops))
 
     def _hand_over_events(self) -> None:
-        """Post the engine's events, or keep them for the next step; past a bound the oldest are dropped, counted."""
+        """Leave the engine's events for the publisher; once all is over they are counted, since no sink is open."""
         events, self._events = self._events, []
-        try:
-            self._inboxes.publisher.post(InventoryChanged(events))
-        except InboxFullError:
-            self._has_orders = True
-            excess = max(0, len(events) - EVENTS_KEPT)
-            self.stats.events_dropped += excess
-            self._events = events[excess:]
-        except InboxClosedError:
+        if not self._feed.post(events):
             self.stats.events_dropped += len(events)
 
     def _refuse_nodes(self, step: int, nodes: Sequence[BackupNode], refusal: Exception) -> None:

@@ -9,7 +9,6 @@ import attrs
 
 from kvcr_actors.core.accounting import RequestAccount
 from kvcr_actors.core.host_tier import Growth, HostPage
-from kvcr_actors.core.inventory import InventoryEvent
 from kvcr_actors.core.ledger import Claim
 from kvcr_actors.ports import CopyOutcome, OperationId
 from kvcr_actors.runtime.operation import Operation
@@ -118,6 +117,8 @@ class RestoreStep:
 
     orders: Sequence[RestoreOrder]
     fence: object | None = None
+    number: int = 0
+    """How many steps with restores the engine has handed over, this one included."""
 
 
 # To the publisher.
@@ -125,9 +126,7 @@ class RestoreStep:
 
 @attrs.frozen
 class InventoryChanged:
-    """Copies came or went; events in the order in which it happened."""
-
-    events: Sequence[InventoryEvent]
+    """Copies came or went: what happened waits in the event feed, in order."""
 
 
 # Completions: to the engine, through the outbox.

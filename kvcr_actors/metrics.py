@@ -99,7 +99,7 @@ def _requests_and_store(stats: ControllerStats) -> Iterator[Metric]:
     evicted = {Tier.HOST.value: stats.host_evicted, Tier.STORE.value: stats.store_evicted}
     yield _counts("evicted_pages", "Pages that a tier let go.", "tier", evicted)
     yield _count("events_published", "Inventory events handed to sinks.", stats.events_published)
-    yield _count("events_dropped", "Inventory events lost to a full inbox.", stats.events_dropped)
+    yield _count("events_dropped", "Inventory events that a sink was told by a snapshot.", stats.events_dropped)
 
 
 def _runtime(gauges: Gauges) -> Iterator[Metric]:

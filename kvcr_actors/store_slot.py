@@ -8,11 +8,11 @@ from functools import partial
 import anyio
 import structlog
 
-from kvcr_actors.actors.reading import prefetch_admission
+from kvcr_actors.actors.read_share import prefetch_admission
 from kvcr_actors.actors.state import LoopState
 from kvcr_actors.actors.store_guard import GuardedStore
 from kvcr_actors.core.host_tier import HostPage, PageState
-from kvcr_actors.core.inventory import InventoryEvent, TierCleared
+from kvcr_actors.core.inventory import InventoryEvent, Ownership, TierCleared
 from kvcr_actors.errors import CheckpointError, ConfigError, InboxClosedError, InboxFullError
 from kvcr_actors.messages import DepositPages
 from kvcr_actors.port_life import close_port, closed_if_cut_short
@@ -20,6 +20,9 @@ from kvcr_actors.ports import Services, Store
 from kvcr_actors.types import PageKey, Tier
 
 log = structlog.get_logger()
+
+_STORE_GONE = (TierCleared(Tier.STORE), *(TierCleared(tier, Ownership.STORE) for tier in Tier))
+"""A store that is detached is heard of no more: all that it told of is taken back, its own copies in any tier, too."""
 
 STORE_CLOSE_BUDGETS = 3
 """Drain budgets that a store may take to be quiet and to close."""
@@ -84,7 +87,7 @@ class StoreSlot:
                 if not for_good:
                     for page in state.host.snapshot():
                         page.stored = False
-                    state.publish((TierCleared(Tier.STORE),))
+                    state.publish(_STORE_GONE)
 
     async def deposit_all(self) -> list[PageKey]:
         """Write every page that stands ready in host memory; returns those that the store lacks afterwards."""

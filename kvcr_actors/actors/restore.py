@@ -55,6 +55,7 @@ class RestoreActor:
         """Submit each step's orders together."""
         for step in batch:
             self._submit(step)
+            self._state.restores.reach(step.number)
 
     def abandon(self, batch: Sequence[RestoreStep], error: BaseException) -> None:
         """End the orders of the batch whose prefix still stands ready, as failed."""
@@ -65,7 +66,10 @@ class RestoreActor:
             if prefix is not None:
                 prefix.advance(Phase.RESTORING)
                 taken.append(_Taken(order, prefix, first=order.first))
-        self._finish(taken, ok=False)
+        run_endings(
+            partial(self._finish, taken, ok=False),
+            *(partial(self._state.restores.reach, step.number) for step in batch),
+        )
 
     async def drain(self) -> None:
         """Wait for the copies in flight; the supervisor sets the budget."""

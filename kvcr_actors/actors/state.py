@@ -18,8 +18,8 @@ from kvcr_actors.core.inventory import BlocksRemoved, BlocksStored, InventoryEve
 from kvcr_actors.core.ledger import Claim, ClaimLedger
 from kvcr_actors.core.prefetch_state import HeldPrefix
 from kvcr_actors.core.stats import ControllerStats
-from kvcr_actors.errors import InboxClosedError, InboxFullError
 from kvcr_actors.events.contexts import ContextTable
+from kvcr_actors.events.feed import EventFeed
 from kvcr_actors.messages import (
     BackupAck,
     BackUpStep,
@@ -35,12 +35,10 @@ from kvcr_actors.runtime.breath import no_breath
 from kvcr_actors.runtime.inbox import Inbox
 from kvcr_actors.runtime.operation import Operation
 from kvcr_actors.runtime.outbox import Outbox
+from kvcr_actors.runtime.progress import Progress
 from kvcr_actors.types import NodeId, RequestId, SkipReason, Tier
 
 log = structlog.get_logger()
-
-EVENTS_KEPT = 1 << 16
-"""The most events that wait while the publisher's inbox is full, at the desk and on the loop."""
 
 
 @attrs.frozen(eq=False)
@@ -69,6 +67,9 @@ class LoopState:
     inboxes: Inboxes
     outbox: Outbox[Completion]
     services: Services
+    feed: EventFeed
+    restores: Progress
+    """The steps with restores that the device knows of, or that came to nothing."""
     contexts: ContextTable | None = None
     """What pages were computed from, where event sinks want to know."""
     breathe: Callable[[], None] = no_breath
@@ -77,8 +78,6 @@ class LoopState:
     """Prefixes that stand ready, until a restore order, a cancel or the end of their life time takes them."""
     depositing: set[HostPage] = attrs.field(factory=set[HostPage])
     """Pages on their way to the store."""
-    overflow: list[InventoryEvent] = attrs.field(factory=list[InventoryEvent])
-    """Events that found the publisher's inbox full or closed; it takes them next, else the assembly does at the end."""
     _deposit_ended: anyio.Event = attrs.field(factory=anyio.Event)
     _reads: int = 0
     _reads_over: anyio.Event = attrs.field(factory=anyio.Event)
@@ -199,6 +198,7 @@ class LoopState:
     def publish_changes(self) -> None:
         """Publish what changed in the host tier, and poison freed slots where that is asked for."""
         events: list[InventoryEvent] = []
+        freed: list[PagesFreed] = []
         for change in self.host.take_changes():
             match change:
                 case PagesStored():
@@ -207,24 +207,15 @@ class LoopState:
                     self.stats.host_evicted += len(change.keys)
                     events.append(BlocksRemoved(Tier.HOST, change.keys))
                 case PagesFreed():
-                    self._poison(change)
+                    freed.append(change)
         self.publish(events)
+        for change in freed:  # last: what it raises must not lose an event
+            self._poison(change)
 
     def publish(self, events: Sequence[InventoryEvent]) -> None:
-        """Hand events to the publisher, in order; past a bound the oldest that wait are dropped, counted."""
-        if not events:
-            return
-        if not self.overflow:
-            try:
-                self.inboxes.publisher.tell(InventoryChanged(events))
-            except (InboxFullError, InboxClosedError):
-                pass
-            else:
-                return
-        self.overflow.extend(events)
-        if (excess := len(self.overflow) - EVENTS_KEPT) > 0:
-            self.stats.events_dropped += excess
-            del self.overflow[:excess]
+        """Leave events for the publisher, in order."""
+        if events and not self.feed.tell(events):
+            self.stats.events_dropped += len(events)
 
     def observe_store(self, events: Sequence[InventoryEvent]) -> None:
         """Take a store's own events: correct what host pages believe of it, count, publish."""

@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from itertools import zip_longest
 
 import anyio
+import attrs
 
 from kvcr_actors.actors.accord import Accord
 from kvcr_actors.actors.state import LoopState
 from kvcr_actors.actors.store_guard import GuardedStore
 from kvcr_actors.core.failed_keys import FailedKeys
 from kvcr_actors.core.hit_policy import boundaries, longest, needed_masks
-from kvcr_actors.core.prefetch_state import HeldPrefix
+from kvcr_actors.core.host_tier import HostPage
+from kvcr_actors.core.prefetch_state import HeldPrefix, first_incomplete
+from kvcr_actors.runtime.operation import Operation
 from kvcr_actors.types import MissReason, PageKey
 
 _CONFIRMATIONS = 32
@@ -22,6 +25,29 @@ _NOTHING_TO_CONFIRM, _HAS_STORE, _TAKES_PART = 1, 2, 4
 """Below the boundaries in the first agreement; the last of them is lost only where a rank has left."""
 _FLAGS = 3
 _GOES_ON, _CONFIRMED = 2, 1
+
+
+@attrs.define(eq=False)
+class Question:
+    """What the store was asked of a prefix; `masks` is the answer, with what the host holds, once it is known."""
+
+    held: Sequence[int]
+    """The pools that the host had of each page."""
+    first: int
+    """The first page that the store was asked for."""
+    keys: Sequence[PageKey]
+    """What it was asked for."""
+    lookup: Operation[tuple[int, ...]]
+    late_at: float
+    """The loop time after which the answer is not waited for."""
+    masks: list[int] | None = None
+    length: int = 0
+    """The longest prefix that could be restored with the answer."""
+
+    @property
+    def adds_nothing(self) -> bool:
+        """Whether it is known that the store has nothing for the prefix."""
+        return self.masks is not None and self.length <= self.first
 
 
 class PrefixSurvey:
@@ -42,13 +68,42 @@ class PrefixSurvey:
             await self._confirm(prefix, legal, accord, None)
         accord.reach_last()
 
-    async def masks(self, prefix: HeldPrefix, accord: Accord, store: GuardedStore) -> list[int]:
-        """Ask the store, agree with the other ranks; returns the pools to read of each page, for the longest prefix."""
-        held = [page.mask for page in prefix.pages]
-        first = prefix.first_incomplete(self._state.device.layout)
-        found = await self._lookup(prefix.request.keys[first:], prefix, store)
-        masks = [*held[:first], *(mask | more for mask, more in zip_longest(held[first:], found, fillvalue=0))]
+    def ask(self, prefix: HeldPrefix, pages: Sequence[HostPage], store: GuardedStore, now: float) -> Question:
+        """Ask the store for what the host lacks beyond the ready pages given; an answer at once is taken in."""
+        held, traits = [page.mask for page in pages], store.traits
+        first = first_incomplete(held, self._state.device.layout)
+        keys = prefix.request.keys[first:]
+        late_at = now + traits.read_budget_s + traits.read_budget_page_s * len(keys)
+        question = Question(held, first, keys, store.lookup(keys, prefix.request.request_id), late_at)
+        self.is_answered(prefix, question, now)
+        return question
+
+    def is_answered(self, prefix: HeldPrefix, question: Question, now: float) -> bool:
+        """Take in the store's answer if it is there or late; what is late is there no more, and `prefix` failed."""
+        if question.masks is None:
+            if question.lookup.is_settled:
+                question.masks = self._believed(prefix, question, now)
+            elif now >= question.late_at:
+                prefix.fail(MissReason.DEADLINE)
+                question.masks = list(question.held)
+            else:
+                return False
+            question.length = longest(boundaries(question.masks, self._state.device.layout))
+        return True
+
+    async def masks(
+        self, prefix: HeldPrefix, accord: Accord, store: GuardedStore, question: Question | None
+    ) -> list[int]:
+        """Ask the store, if that was not done, and agree with the other ranks.
+
+        Returns the pools to read of each page, for the longest prefix.
+        """
+        if question is None:
+            question = self.ask(prefix, prefix.pages, store, anyio.current_time())
+        masks = await self._answer(prefix, question)
         confirms = store.traits.requires_confirmation
+        if not (accord.is_shared or confirms):
+            return masks[: question.length]
         legal, any_confirms = await self._agree(masks, prefix, accord, store)
         if not any_confirms:
             accord.reach_last()
@@ -103,14 +158,19 @@ class PrefixSurvey:
         prefix.miss = MissReason.DEADLINE
         return False
 
-    async def _lookup(self, keys: Sequence[PageKey], prefix: HeldPrefix, store: GuardedStore) -> Sequence[int]:
-        traits = store.traits
-        lookup = store.lookup(keys, prefix.request.request_id)
-        with anyio.move_on_after(traits.read_budget_s + traits.read_budget_page_s * len(keys)):
-            masks = await lookup.outcome()
-            trusted = self._failed.trusted(keys, masks, anyio.current_time())
-            if trusted < len(keys) and masks[trusted : trusted + 1] and masks[trusted]:
-                prefix.miss = MissReason.READ_FAILED
-            return masks[:trusted]
-        prefix.fail(MissReason.DEADLINE)
-        return ()
+    async def _answer(self, prefix: HeldPrefix, question: Question) -> list[int]:
+        """Wait for the store's answer within its budget; without one there is what the host holds."""
+        while not self.is_answered(prefix, question, anyio.current_time()):
+            with anyio.CancelScope(deadline=question.late_at):
+                await question.lookup.outcome()
+        return list(question.masks or ())
+
+    def _believed(self, prefix: HeldPrefix, question: Question, now: float) -> list[int]:
+        """What the store has, as far as it can be believed, with what the host holds."""
+        keys, found = question.keys, question.lookup.settled_outcome() or ()
+        trusted = self._failed.trusted(keys, found, now)
+        if trusted < len(keys) and found[trusted : trusted + 1] and found[trusted]:
+            prefix.miss = MissReason.READ_FAILED
+        known, asked = question.held[: question.first], question.held[question.first :]
+        more = [a | b for a, b in zip_longest(asked, found[:trusted], fillvalue=0)] if asked else found[:trusted]
+        return [*known, *more]

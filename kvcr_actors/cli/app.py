@@ -69,11 +69,11 @@ def _dispatch(arguments: Sequence[str]) -> int:
 def _guarded(call: Callable[[], int], name: str) -> int:
     try:
         return call()
-    except _Terminated:
-        _complain(name, "terminated; no output was written")
+    except _Terminated as end:
+        _complain(name, f"terminated; {_done(end)}")
         return EXIT_TERMINATED
-    except KeyboardInterrupt:
-        _complain(name, "interrupted; no output was written")
+    except KeyboardInterrupt as end:
+        _complain(name, f"interrupted; {_done(end)}")
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         _mute_output()
@@ -90,6 +90,11 @@ def _guarded(call: Callable[[], int], name: str) -> int:
     except KvcrActorsError as error:
         _complain(name, f"{type(error).__name__}: {error}")
         return EXIT_UNHEALTHY
+
+
+def _done(end: KeyboardInterrupt) -> str:
+    """What a command says that it did until then; most have nothing to show."""
+    return str(end) or "no output was written"
 
 
 def _complain(name: str, message: str) -> None:

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import msgspec
 from cyclopts import App, Parameter
@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from kvcr_actors.cli.event_words import MEANINGS, MEANINGS_LIST
+from kvcr_actors.cli.hosts import check_can_dial
 from kvcr_actors.errors import ConfigError, EventFormatError
 from kvcr_actors.events.endpoints import Endpoint
 from kvcr_actors.events.reader import EventReader
@@ -24,10 +26,19 @@ from kvcr_actors.events.wire import decode_batch
 _SILENT_S = 5.0
 _LOOK_S = 0.25
 
+_HELP: Final = f"""Follow a publisher: rebuild its index from its events, and count what does not add up.
+
+Without a replay endpoint it knows only what came after it joined, which --check calls lost.
+
+It shows the blocks in each tier, then
+
+{MEANINGS_LIST}
+"""
+
 events = App(name="events", help="Look at KV events as routers see them.")
 
 
-@events.command
+@events.command(help=_HELP)
 def tail(
     endpoint: Annotated[str, Parameter(help="Where the publisher binds: a port on loopback, or tcp://HOST:PORT.")],
     /,
@@ -39,14 +50,11 @@ def tail(
     check: Annotated[bool, Parameter(help="Exit with 1 if the events do not add up.", negative="")] = False,
     seconds: Annotated[float | None, Parameter(help="Stop after this time.", show_default="Ctrl-C ends it")] = None,
 ) -> int:
-    """Follow a publisher: rebuild its index from its events, and count gaps, replays and contradictions.
-
-    Without a replay endpoint it knows only what came after it joined, which --check calls lost.
-    """
+    """Follow a publisher, until Ctrl-C or for some seconds; the help of the command line says what is counted."""
     if seconds is not None and not seconds > 0:
         raise ConfigError(f"--seconds: {seconds:g} is not a time; give more than 0")
-    address = Endpoint.parse(endpoint, "ENDPOINT").at(0)
-    replays = None if replay is None else Endpoint.parse(replay, "--replay").at(0)
+    address = _dialled("ENDPOINT", endpoint)
+    replays = None if replay is None else _dialled("--replay", replay)
     with EventReader(address, replays) as reader, _shown(reader, json=json) as show:
         _follow(reader, show, None if seconds is None else time.monotonic() + seconds)
     faults = reader.follower.faults
@@ -55,6 +63,12 @@ def tail(
     for fault in faults if check else ():
         print(f"{address}: {fault}", file=sys.stderr)
     return 1 if check and faults else 0
+
+
+def _dialled(what: str, text: str) -> str:
+    endpoint = Endpoint.parse(text, what)
+    check_can_dial(what, endpoint)
+    return endpoint.at(0)
 
 
 def _follow(reader: EventReader, show: Callable[[Message | None], None], until: float | None) -> None:
@@ -99,13 +113,26 @@ def _print_json(message: Message | None) -> None:
 def _table(reader: EventReader) -> Table:
     state = reader.follower.describe()
     blocks: dict[str, int] = state.pop("blocks")
-    table = Table(title="KV events", show_header=False)
+    table = Table(title="KV events", caption="more words: kvcr-actors events tail --help", show_header=False)
     table.add_column("what")
     table.add_column("count", justify="right")
+    table.add_column("meaning", style="dim")
     for holding, count in blocks.items():
-        table.add_row(f"blocks, {holding}", f"{count:,}")
+        table.add_row(f"blocks, {holding}", f"{count:,}", "there, by what was told")
     table.add_section()
-    for name, value in state.items():
-        table.add_row(name.replace("_", " "), f"{value:,}" if type(value) is int else str(value))
-    table.add_row("silent", f"{reader.silent_s:.1f} s")
+    for key, value in {**state, "silent": f"{reader.silent_s:.1f} s"}.items():
+        name = key.replace("_", " ")
+        table.add_row(name, _shown_value(value), MEANINGS[name][0])
     return table
+
+
+def _shown_value(value: object) -> str:
+    match value:
+        case None:
+            return "-"
+        case bool():
+            return "yes" if value else "no"
+        case int():
+            return f"{value:,}"
+        case _:
+            return str(value)

@@ -8,6 +8,7 @@ import tempfile
 import threading
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,8 +18,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from kvcr_actors.cli.hosts import check_can_bind
 from kvcr_actors.core.keys import Namespace
 from kvcr_actors.errors import ConfigError
+from kvcr_actors.events.endpoints import Endpoint
 from kvcr_actors.replay.options import ReplayOptions, option_name
 from kvcr_actors.replay.outputs import whole_file
 from kvcr_actors.replay.report import ReplayReport
@@ -68,7 +71,7 @@ def replay(
     dialect: Annotated[
         Literal["dynamo", "vllm", "sglang"] | None, _option("dialect", "Whose form of the events to publish.")
     ] = None,
-    json: Annotated[Path | None, _option("json", "Write the report here, as JSON.", "none")] = None,
+    json: Annotated[Path | None, _option("json", "Write report and options here, as JSON.", "none")] = None,
     plot: Annotated[Path | None, _option("plot", "Draw hits over time here: .png, .svg or .pdf.", "none")] = None,
     progress: Annotated[bool | None, _option("progress", "Show a progress bar on a terminal.", "--progress")] = None,
     seed: Annotated[int | None, _option("seed", "Makes page contents differ from another run's.")] = None,
@@ -101,6 +104,7 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 def _run(options: ReplayOptions, given: frozenset[str]) -> int:
+    _check_hosts(options)
     requests = read_trace(options.trace or shipped_trace(), options.limit)
     options.check_capacities(requests)
     errors = Console(stderr=True)
@@ -121,6 +125,12 @@ def _run(options: ReplayOptions, given: frozenset[str]) -> int:
     _write_results(options, report)
     render(report, Console())
     return 0 if report.healthy else 1
+
+
+def _check_hosts(options: ReplayOptions) -> None:
+    for name, text in (("--events", options.events), ("--events-replay", options.events_replay)):
+        if text is not None:
+            check_can_bind(name, Endpoint.parse(text, name))
 
 
 def _check_store_options(options: ReplayOptions) -> None:
@@ -184,7 +194,8 @@ def _write_results(options: ReplayOptions, report: ReplayReport) -> None:
     with ExitStack() as stack:
         if options.json is not None:
             target = stack.enter_context(whole_file(options.json))
-            target.write_text(json_format.dumps(report.to_json(), indent=2) + "\n")
+            whole = {"version": version("kvcr-actors"), "options": options.to_json(), **report.to_json()}
+            target.write_text(json_format.dumps(whole, indent=2) + "\n")
         if options.plot is not None:
             from kvcr_actors.replay.plot import draw_hits
 

@@ -32,14 +32,24 @@ def simulate(
 
     A seed decides everything: workload, schedule and faults. The exit status is 0 if no rule was broken, 1 if a seed
     failed (its last events and the command to see it again are printed) or a kind of fault that was asked for never
-    fired, and 2 for bad input.
+    fired, 2 for bad input and 130 for Ctrl-C, which ends all processes at once and prints what ran until then.
     """
     chosen = _seeds(seeds)
     if jobs < 1:
         raise ConfigError(f"--jobs {jobs}: seeds need a process to run in; give 1 or more")
     options = SimulationOptions(ranks=ranks, kinds=parse_kinds(faults), steps=steps, loop=loop)
-    report = SimulationReport(options, faults)
-    started = time.perf_counter()
+    report = SimulationReport(options, faults, asked=len(chosen))
+    try:
+        _run(report, chosen, jobs)
+    except KeyboardInterrupt as interrupt:
+        report.interrupted = True
+        render(report, Console())
+        raise type(interrupt)(f"{report.seeds:,} of {report.asked:,} seeds ran") from None
+    render(report, Console())
+    return 0 if report.healthy else 1
+
+
+def _run(report: SimulationReport, seeds: range, jobs: int) -> None:
     errors = Console(stderr=True)
     columns = (
         TextColumn("simulating"),
@@ -48,17 +58,18 @@ def simulate(
         TextColumn("seeds"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=errors, disable=not errors.is_terminal, transient=True) as bar:
-        task = bar.add_task("simulate", total=len(chosen))
+    started = time.perf_counter()
+    try:
+        with Progress(*columns, console=errors, disable=not errors.is_terminal, transient=True) as bar:
+            task = bar.add_task("simulate", total=len(seeds))
 
-        def advance(result: SeedResult) -> None:
-            report.add(result)
-            bar.advance(task)
+            def advance(result: SeedResult) -> None:
+                report.add(result)
+                bar.advance(task)
 
-        run_seeds(options, chosen, advance, jobs)
-    report.wall_s = time.perf_counter() - started
-    render(report, Console())
-    return 0 if report.healthy else 1
+            run_seeds(report.options, seeds, advance, jobs)
+    finally:
+        report.wall_s = time.perf_counter() - started
 
 
 def _seeds(text: str) -> range:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, assert_never
 
@@ -25,14 +25,14 @@ class EventBacklog:
     """A queue of events with at most `limit` key changes, and the index of what has left it.
 
     Past the limit, changes of one key are coalesced; if that is not enough, the oldest events go straight to the index
-    and are never seen one by one: `dropped` counts their changes, and `has_gap` asks for a snapshot of the index.
+    and are never seen one by one: `dropped` counts their changes, and a snapshot of the index must make up for the gap.
     """
 
     def __init__(self, limit: int) -> None:
         self.index = InventoryIndex()
         self.dropped = 0
         self.coalesced = 0
-        self.has_gap = False
+        self._gaps: Counter[Holding] = Counter()
         self._limit = limit
         self._queue: deque[InventoryEvent] = deque()
         self._changes = 0
@@ -41,6 +41,16 @@ class EventBacklog:
     def __len__(self) -> int:
         """Key changes that wait."""
         return self._changes
+
+    @property
+    def has_gap(self) -> bool:
+        """Whether events were dropped since `take_gaps`."""
+        return bool(self._gaps)
+
+    def take_gaps(self) -> Counter[Holding]:
+        """How many events of each holding were dropped since the last call: whoever asks makes up for them."""
+        gaps, self._gaps = self._gaps, Counter()
+        return gaps
 
     def push(self, events: Iterable[InventoryEvent], *, coalesce: bool = True) -> None:
         """Queue events. `coalesce=False` keeps the cost in proportion to `events`: past the limit it only drops."""
@@ -57,7 +67,7 @@ class EventBacklog:
             changes = weight(event)
             self._changes -= changes
             self.dropped += changes
-            self.has_gap = True
+            self._gaps[event.tier, event.ownership] += 1
             self.index.apply(event)
 
     def take(self) -> InventoryEvent | None:

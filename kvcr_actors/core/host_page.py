@@ -1,8 +1,9 @@
-"""One page in host memory, the components on their way to it, and the changes that a tier tells of."""
+"""One page in host memory, pages and components on their way there, and the changes that a tier tells of."""
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import attrs
@@ -42,6 +43,18 @@ class HostPage(TreePage):
 
     def __repr__(self) -> str:
         return f"<host page {self.key.hex()[:16]}, {self.state.value}, slots {self.slots}>"
+
+
+@attrs.frozen
+class NewPath:
+    """Pages to reserve below `parent` (None: the root), root to tail; a parent is a page that the tier holds.
+
+    `masks` gives for each page the bit set of the pools that keep something for it.
+    """
+
+    parent: HostPage | None
+    keys: Sequence[PageKey]
+    masks: Sequence[int]
 
 
 @attrs.frozen

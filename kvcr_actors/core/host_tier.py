@@ -6,13 +6,12 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import NoReturn
 
-import attrs
-
 from kvcr_actors.core.eviction import EvictionPolicy, LruEviction
 from kvcr_actors.core.host_page import (
     Growth,
     HostChange,
     HostPage,
+    NewPath,
     PagesFreed,
     PagesRemoved,
     PagesStored,
@@ -34,18 +33,6 @@ __all__ = [
     "PagesRemoved",
     "PagesStored",
 ]
-
-
-@attrs.frozen
-class NewPath:
-    """Pages to reserve below `parent` (None: the root), root to tail; a parent is a page that the tier holds.
-
-    `masks` gives for each page the bit set of the pools that keep something for it.
-    """
-
-    parent: HostPage | None
-    keys: Sequence[PageKey]
-    masks: Sequence[int]
 
 
 class HostTier:

@@ -85,13 +85,14 @@ class InventoryIndex:
         content = self._content[event.tier, event.ownership]
         match event:
             case BlocksStored():
-                for key, parent in zip(event.keys, event.parents, strict=True):
-                    self.anomalies += key in content
-                    content[key] = parent
+                before = len(content)
+                content.update(zip(event.keys, event.parents, strict=True))
+                self.anomalies += len(event.keys) - (len(content) - before)
             case BlocksRemoved():
+                before = len(content)
                 for key in event.keys:
-                    self.anomalies += key not in content
                     content.pop(key, None)
+                self.anomalies += len(event.keys) - (before - len(content))
             case TierCleared():
                 content.clear()
             case _:

@@ -47,7 +47,7 @@ class HeldPrefix:
     ledger: ClaimLedger
     store_on: bool
     phase: Phase = Phase.SEARCHING
-    pages: list[HostPage] = attrs.field(factory=list[HostPage])
+    pages: list[HostPage] = attrs.field(factory=list)
     host_pages: int = 0
     """Pages that the host had when the request came."""
     miss: MissReason = MissReason.ABSENT
@@ -61,7 +61,7 @@ class HeldPrefix:
     _claim: Claim | None = None
     _pinned: HostPage | None = None
     _over: bool = False
-    _when_ended: list[Callable[[], None]] = attrs.field(factory=list[Callable[[], None]])
+    _when_ended: list[Callable[[], None]] = attrs.field(factory=list)
 
     def advance(self, phase: Phase) -> None:
         """Move on; an illegal transition is a bug of the caller and raises RuntimeError."""
@@ -90,14 +90,6 @@ class HeldPrefix:
     def boundaries(self, layout: CacheLayout) -> int:
         """The lengths of what is held that every pool can restore, as a bit set."""
         return boundaries([page.mask for page in self.pages], layout)
-
-    def first_incomplete(self, layout: CacheLayout) -> int:
-        """The first page that lacks something which a restore of all pages held needs; how many are held if none."""
-        needed = needed_masks(layout, len(self.pages))
-        lacking = (
-            index for index, (page, need) in enumerate(zip(self.pages, needed, strict=True)) if need & ~page.mask
-        )
-        return next(lacking, len(self.pages))
 
     def is_whole(self, layout: CacheLayout) -> bool:
         """Whether all pages held can be restored as they are."""
@@ -171,3 +163,15 @@ class HeldPrefix:
         if self._pinned is not None:
             self.host.unpin(self._pinned)
             self._pinned = None
+
+
+def first_incomplete(masks: Sequence[int], layout: CacheLayout) -> int:
+    """The first page that lacks something which a restore of all of them needs; how many there are if none does.
+
+    `masks[i]` is the bit set of the pools that have page `i`.
+    """
+    if masks.count((1 << len(layout.pools)) - 1) == len(masks):
+        return len(masks)
+    needed = needed_masks(layout, len(masks))
+    lacking = (index for index, (mask, need) in enumerate(zip(masks, needed, strict=True)) if need & ~mask)
+    return next(lacking, len(masks))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -97,10 +98,10 @@ class CopyLane(Generic[S, E]):
         device = shared.runtime.device
         self._kernels = self._runtime.stream()
         self._copies = self._runtime.stream()
-        self._ring = StagingRing[E](staging_bytes)
+        self._ring = StagingRing[E](staging_bytes, "staging_bytes")
         self._staging = torch.empty(self._ring.size, dtype=torch.uint8, device=device)
         self._address = self._staging.data_ptr()
-        self._index_ring = StagingRing[E](index_bytes)
+        self._index_ring = StagingRing[E](index_bytes, "index_bytes")
         words = self._index_ring.size // _WORD
         self._index = torch.empty(words, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._index_view = self._index.numpy()
@@ -110,12 +111,14 @@ class CopyLane(Generic[S, E]):
         """Compile the kernel and load it, by a launch that moves nothing, once the new memory is free of old work."""
         self._runtime.synchronize(self._runtime.record(self._runtime.current_stream(), blocking=True))
         empty = Part(0, (), 0)
-        part, plan, region = self._upload([empty], [0], ())
+        taken: list[Region[E]] = []
+        part, plan = self._upload([empty], [0], (), taken)
         to_staging = self._direction is Direction.TO_HOST
         call = partial(self._shared.mover.move, part[0], plan, self._staging, to_staging=to_staging)
         self._runtime.launch(self._kernels, call)
-        region.released = self._runtime.record(self._kernels, blocking=True)
-        self._runtime.synchronize(region.released)
+        end = self._runtime.record(self._kernels, blocking=True)
+        taken[0].release(end)
+        self._runtime.synchronize(end)
 
     def launch(self, job: CopyJob[E]) -> None:
         """Launch a job's plan and set `launched`; what fails is in `job.failed`, a failed pool leaves the others be."""
@@ -129,7 +132,8 @@ class CopyLane(Generic[S, E]):
             job.done = self._end_of_streams()
         finally:
             for region in taken:
-                region.released = region.released or job.done
+                if region.released is None:
+                    region.release(job.done)
             if job.restore is not None and job.restore.groups is None:
                 self._shared.gate.close(job.restore)
             job.launched.set()
@@ -162,18 +166,14 @@ class CopyLane(Generic[S, E]):
         job.slices = len(parts) - len({part.group for part in parts}) + 1
         regions = [self._ring.take(part.size) for part in parts]
         taken += regions
-        encoded, plan, index_region = self._upload(parts, [region.offset for region in regions], copies)
-        taken.append(index_region)
+        encoded, plan = self._upload(parts, [region.offset for region in regions], copies, taken)
         if job.fence is not None:
             self._runtime.wait(self._kernels, job.fence)
         ends: dict[int, E] = {}
         for part, region in zip(encoded, regions, strict=True):
-            if self._direction is Direction.TO_HOST:
-                region.released = self._gather(job, part, plan, region)
-            else:
-                region.released = self._scatter(job, part, plan, region)
-            ends[part.part.group] = region.released
-        job.done = regions[-1].released
+            move = self._gather if self._direction is Direction.TO_HOST else self._scatter
+            job.done = ends[part.part.group] = move(job, part, plan, region)
+            region.release(job.done)
         if job.restore is not None:
             self._shared.gate.launched(job.restore, groups, _fill(ends, len(groups.ends)))
 
@@ -205,11 +205,12 @@ class CopyLane(Generic[S, E]):
         self._runtime.launch(self._kernels, call)
 
     def _upload(
-        self, parts: Sequence[Part], bases: Sequence[int], copies: Sequence[HostPairs]
-    ) -> tuple[list[EncodedPart], torch.Tensor, Region[E]]:
+        self, parts: Sequence[Part], bases: Sequence[int], copies: Sequence[HostPairs], taken: list[Region[E]]
+    ) -> tuple[list[EncodedPart], torch.Tensor]:
         """Write the index buffer into pinned memory and copy it to the device, once a submit."""
         words = index_words(self._layout, parts, copies)
         region = self._index_ring.take(words * _WORD)
+        taken.append(region)
         for event in region.events_before():
             self._runtime.synchronize(event)  # pinned words still being read; 8 MiB of plans ago, so over long since
         begin = region.offset // _WORD
@@ -217,7 +218,7 @@ class CopyLane(Generic[S, E]):
         encoded = encode(self._layout, parts, bases, copies, mover.tile, self._index_view[begin : begin + words])
         plan = self._device_index[begin : begin + words]
         self._runtime.upload(self._kernels, plan, self._index[begin : begin + words])
-        return encoded, plan, region
+        return encoded, plan
 
     def _copy(self, job: CopyJob[E], part: EncodedPart) -> None:
         """Copy a part's pieces between staging and host, together; one by one if the driver refuses that."""
@@ -251,24 +252,25 @@ class CopyLane(Generic[S, E]):
             host, staging = transfers.host, transfers.staging
             targets, sources = (host, staging) if to_host else (staging, host)
             self._runtime.copy(self._copies, targets, sources, transfers.sizes)
-        for row, address, width, rows, pitch in transfers.pitched:
-            if to_host:
-                self._runtime.copy_pitched(self._copies, address, pitch, row, width, width, rows)
-            else:
-                self._runtime.copy_pitched(self._copies, row, width, address, pitch, width, rows)
+        for row, address, width, rows, pitch in transfers.pitched:  # a restore's alone: a backup moves whole pages
+            self._runtime.copy_pitched(self._copies, row, width, address, pitch, width, rows)
 
     def _end_of_streams(self) -> E | None:
-        """An event behind all that both streams were given; None if the device is lost, and touches nothing more."""
+        """An event behind all that both streams were given; None if they are idle, or the device is lost."""
         try:
             self._runtime.wait(self._copies, self._runtime.record(self._kernels))
             return self._runtime.record(self._copies, blocking=True)
         except (DeviceError, RuntimeError):
+            # No event is to be had, but what runs may still touch the memory: it is waited for here.
+            with suppress(DeviceError, RuntimeError):  # a lost device touches nothing more
+                self._runtime.drain(self._kernels)
+                self._runtime.drain(self._copies)
             return None
 
 
 def _fill(ends: dict[int, E], groups: int) -> list[E]:
-    """One event a group; a group that moves nothing is over with the one before it, or else with the first."""
+    """One event a group; a group that moves nothing, which the first is not, is over with the one before it."""
     events: list[E] = []
     for group in range(groups):
-        events.append(ends[group] if group in ends else events[-1] if events else ends[min(ends)])
+        events.append(ends[group] if group in ends else events[-1])
     return events

@@ -82,6 +82,7 @@ class CpuDevice:
         self._staging = {direction: torch.empty(size, dtype=torch.uint8) for direction in Direction}
         self._views = [self._make_views(pool, size) for pool in range(len(layout.pools))]
         self._threads: dict[Direction, OwnerThread] = {}
+        self._closing: tuple[OwnerThread, ...] = ()
 
     async def open(self, services: Services) -> None:
         """Start the copy threads."""
@@ -103,9 +104,14 @@ class CpuDevice:
         )
 
     async def close(self, deadline_s: float) -> None:
-        """Let queued copies end and stop the threads; DeadlineError if they do not end in time."""
+        """Let queued copies end and stop the threads; DeadlineError if they do not end in time.
+
+        A further `close` waits again.
+        """
         threads, self._threads = self._threads, {}
-        await close_threads(list(threads.values()), deadline_s)
+        self._closing += tuple(threads.values())
+        await close_threads(self._closing, deadline_s)
+        self._closing = ()
 
     def describe(self) -> Description:
         """State for people."""

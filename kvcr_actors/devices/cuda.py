@@ -26,6 +26,7 @@ E = TypeVar("E")
 DIRECT_BYTES = 256 << 10
 """A plane of this size takes 5 us to copy and under 1 us to list in a batch."""
 
+_LEAST_INDEX_BYTES = 4 << 10
 _LAUNCH_DEADLINE_S = 60.0
 
 
@@ -66,6 +67,10 @@ class CopyEngine(Generic[S, E]):
         needed = 2 * max(staged, default=0)
         if staging_bytes < needed + needed // 64 + 1024:
             raise ConfigError(f"staging_bytes: {staging_bytes} does not hold two pages of {needed // 2} bytes")
+        if index_bytes < _LEAST_INDEX_BYTES:
+            raise ConfigError(
+                f"index_bytes: {index_bytes}; give 8 for each page of a plan, and {_LEAST_INDEX_BYTES} or more"
+            )
         table = PlaneTable(layout, planes)
         if table.device != runtime.device:
             raise ConfigError(f"the planes are on {table.device}, the runtime is for {runtime.device}")
@@ -82,13 +87,16 @@ class CopyEngine(Generic[S, E]):
         self._lanes: dict[Direction, CopyLane[S, E]] = {}
         self._waiters: dict[Direction, OwnerThread] = {}
         self._launcher: OwnerThread | None = None
+        self._threads: tuple[OwnerThread, ...] = ()
+        """All that `close` has to end."""
         self._services: Services | None = None
         self._open: set[CopyJob[E]] = set()
         self._launch_on_caller = launch_on_caller
 
     async def open(self, services: Services) -> None:
         """Start the threads, take the staging memory and compile the kernels; DeviceError if one of them fails."""
-        launcher = self._launcher = OwnerThread("kvcr-launch", services)
+        launcher = OwnerThread("kvcr-launch", services)
+        self._threads = (launcher,)
         error = await launcher.submit(self._prepare, lambda error: f"{type(error).__name__}: {error}").outcome()
         if error is not None:
             await self.close(_LAUNCH_DEADLINE_S)
@@ -96,9 +104,9 @@ class CopyEngine(Generic[S, E]):
         for direction in Direction:
             self._waiters[direction] = OwnerThread(f"kvcr-wait-{direction.value}", services)
             self._waiters[direction].post(self._runtime.bind_thread)
-        if self._launch_on_caller:
-            self._runtime.bind_thread()
+        self._threads = (launcher, *self._waiters.values())
         self._services = services
+        self._launcher = launcher
 
     def submit(self, plan: CopyPlan, fence: object | None) -> Operation[CopyOutcome]:
         """Hand one plan to the launching thread; the operation ends when its last byte is in place."""
@@ -107,15 +115,16 @@ class CopyEngine(Generic[S, E]):
             return _failed(plan, "the device is not open")
         try:
             event = None if fence is None else self._runtime.as_event(fence)
-        except DeviceError as error:
-            return _failed(plan, str(error))
+        except (DeviceError, RuntimeError) as error:
+            return _failed(plan, f"fence: {error}")
         self.submits += 1
         self.backup_submits += plan.direction is Direction.TO_HOST
         restore = self._gate.expect() if plan.direction is Direction.TO_DEVICE else None
         job = CopyJob(plan, event, restore)
         self._open.add(job)
         if self._launch_on_caller:
-            self._lanes[plan.direction].launch(job)
+            with self._runtime.selected():
+                self._lanes[plan.direction].launch(job)
         else:
             launcher.submit(partial(self._lanes[plan.direction].launch, job), partial(_abandon, job))
         self._waiters[plan.direction].post(partial(self._finish, job))
@@ -125,30 +134,40 @@ class CopyEngine(Generic[S, E]):
         """Make the engine's stream (the current one) wait on the device for a layer's part of the restores under way.
 
         Call it on any thread before the layer's first access to a restored pool. A restore that was submitted but not
-        launched yet is awaited on the host; DeadlineError past the deadline.
+        launched yet is awaited on the host; DeadlineError past the deadline. One that is still on its way from a flush
+        to `submit`, on another thread, is not known here: `CacheController.wait_restores_submitted` waits for that.
+        Whether the bytes came tells the outcome alone.
         """
         on = self._runtime.current_stream() if stream is None else stream
         self._gate.wait_layer(layer, partial(self._runtime.wait, on), deadline_s)
 
     async def close(self, deadline_s: float) -> None:
-        """Let running copies end and stop the threads; DeadlineError if they do not end in time."""
-        launcher, self._launcher = self._launcher, None
-        if launcher is None:
-            return
+        """Let running copies end and stop the threads; DeadlineError if they do not end in time.
+
+        Copies that run past it are settled as failed, and become quiet when they end. A further `close` waits again.
+        """
+        self._launcher = None
         try:
-            await close_threads((launcher, *self._waiters.values()), deadline_s)
+            await close_threads(self._threads, deadline_s)
         except DeadlineError as error:
-            # Their copies may still run: they are settled, but never quiet.
             for job in self._open:
                 job.operation.settle(_all_failed(job.plan, str(error)), quiet=False)
             raise
+        self._threads = ()
         self._lanes.clear()
 
     def describe(self) -> Description:
         """State for people."""
         running = {direction.value: thread.depth for direction, thread in self._waiters.items()}
         pages = {spec.name: count for spec, count in zip(self.layout.pools, self._table.pages, strict=True)}
-        return {"device": str(self._runtime.device), "submits": self.submits, "running": running, "pages": pages}
+        launching = 0 if self._launcher is None else self._launcher.depth
+        return {
+            "device": str(self._runtime.device),
+            "submits": self.submits,
+            "launching": launching,
+            "running": running,
+            "pages": pages,
+        }
 
     def _prepare(self) -> str | None:
         """On the launching thread: build and warm up both lanes."""
@@ -188,7 +207,7 @@ class CudaDevice(CopyEngine[torch.cuda.Stream, torch.cuda.Event]):
     def __init__(
         self, layout: CacheLayout, planes: Sequence[Sequence[torch.Tensor]], host: HostPools, **options: Any
     ) -> None:
-        device = planes[0][0].device
+        device = PlaneTable(layout, planes).device
         if device.type != "cuda":
             raise ConfigError(f"planes on {device}: a CudaDevice copies for pools on a GPU; CpuDevice has its own")
         super().__init__(layout, planes, host, CudaRuntime(device), **options)

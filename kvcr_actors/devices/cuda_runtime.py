@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any, Protocol, TypeVar
 
@@ -22,6 +23,10 @@ class CopyRuntime(Protocol[S, E]):
 
     def bind_thread(self) -> None:
         """Make this thread's calls go to the device."""
+        ...
+
+    def selected(self) -> AbstractContextManager[object]:
+        """Have the calls of a block go to the device, on a thread that belongs to somebody else."""
         ...
 
     def stream(self) -> S:
@@ -46,6 +51,10 @@ class CopyRuntime(Protocol[S, E]):
 
     def synchronize(self, event: E) -> None:
         """Block this thread, without the GIL and without spinning, until a blocking event is over."""
+        ...
+
+    def drain(self, stream: S) -> None:
+        """Block this thread until a stream has done all that it was given; for when no event can be had."""
         ...
 
     def launch(self, stream: S, call: Callable[[], None]) -> None:
@@ -84,12 +93,16 @@ class CudaRuntime:
         """Make this thread's calls go to the device."""
         torch.cuda.set_device(self.device)
 
+    def selected(self) -> AbstractContextManager[object]:
+        """Have the calls of a block go to the device; the thread's own is put back behind it."""
+        return torch.cuda.device(self.device)
+
     def stream(self) -> torch.cuda.Stream:
         """Make a stream of its own, of the lowest priority. Torch's streams are few and shared: one of the engine's
-        could be the same.
+        could be the same. It is never destroyed: torch's allocator may hold freed memory under its handle.
         """
-        self.bind_thread()
-        error, handle = self._api.cudaStreamCreateWithFlags(self._api.cudaStreamNonBlocking)
+        with self.selected():
+            error, handle = self._api.cudaStreamCreateWithFlags(self._api.cudaStreamNonBlocking)
         self._check("cudaStreamCreateWithFlags", (error,))
         return torch.cuda.ExternalStream(int(handle), device=self.device)
 
@@ -103,7 +116,7 @@ class CudaRuntime:
             return fence
         if isinstance(fence, torch.cuda.Stream):
             return self.record(fence)
-        raise DeviceError(f"fence: a torch.cuda.Event, a torch.cuda.Stream or None, not {type(fence).__name__}")
+        raise DeviceError(f"give a torch.cuda.Event, a torch.cuda.Stream or None, not {type(fence).__name__}")
 
     def record(self, stream: torch.cuda.Stream, *, blocking: bool = False) -> torch.cuda.Event:
         """Record an event; a blocking one sleeps in the driver."""
@@ -118,6 +131,10 @@ class CudaRuntime:
     def synchronize(self, event: torch.cuda.Event) -> None:
         """Sleep until a blocking event is over."""
         event.synchronize()
+
+    def drain(self, stream: torch.cuda.Stream) -> None:
+        """Block until the stream is idle."""
+        stream.synchronize()
 
     def launch(self, stream: torch.cuda.Stream, call: Callable[[], None]) -> None:
         """Run `call` with the stream current; the thread may be the engine's, so its own stream is put back."""
@@ -162,8 +179,9 @@ class CudaRuntime:
 
     def register(self, address: int, size: int) -> None:
         """Page-lock host memory for every device of the process."""
-        self.bind_thread()
-        self._check("cudaHostRegister", self._api.cudaHostRegister(address, size, self._api.cudaHostRegisterPortable))
+        with self.selected():
+            outcome = self._api.cudaHostRegister(address, size, self._api.cudaHostRegisterPortable)
+            self._check("cudaHostRegister", outcome)
 
     def unregister(self, address: int) -> None:
         """Undo a registration; no copy may use the memory any more."""

@@ -47,8 +47,10 @@ def _host_limit(root: Path) -> MemoryLimit:
 
 def _group_limits(root: Path) -> Iterator[MemoryLimit]:
     """Yield the memory limits of this process's control groups (v1 and v2) and of all their ancestors."""
-    mounts = root / "sys/fs/cgroup"
-    for line in (root / "proc/self/cgroup").read_text().splitlines():
+    mounts, groups = root / "sys/fs/cgroup", root / "proc/self/cgroup"
+    if not groups.is_file():  # a kernel without control groups
+        return
+    for line in groups.read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             yield from _chain(mounts, path, "memory.max", "memory.current", "inactive_file")

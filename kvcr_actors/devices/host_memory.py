@@ -65,6 +65,8 @@ class HostPools:
             raise ConfigError(f"slots: {slots}; give 1 or more, or 0 for a controller without a host tier")
         if register_chunk_bytes < mmap.PAGESIZE:
             raise ConfigError(f"register_chunk_bytes: {register_chunk_bytes} is less than a memory page")
+        if touch_threads is not None and touch_threads < 1:
+            raise ConfigError(f"touch_threads: {touch_threads}; give 1 or more, or None for one a core, 8 at most")
         self.layout = layout
         self.slots = slots
         _check_room(slots * layout.page_bytes, free_bytes)
@@ -79,7 +81,7 @@ class HostPools:
         if numa_node is not None:
             for tensor, mapping in zip(self._tensors, mappings, strict=True):
                 _bind(tensor.data_ptr(), len(mapping), numa_node)
-        _touch(self._tensors, touch_threads or min(8, len(os.sched_getaffinity(0))))
+        _touch(self._tensors, min(8, len(os.sched_getaffinity(0))) if touch_threads is None else touch_threads)
         self._chunk_slots = [_chunk_slots(register_chunk_bytes, pool.page_bytes) for pool in layout.pools]
         self._registered: list[int] = []
         if registrar is not None:
@@ -115,7 +117,10 @@ class HostPools:
             self._tensors[pool].index_fill_(0, torch.tensor(slots, dtype=torch.int64), POISON_BYTE)
 
     def close(self) -> None:
-        """Unregister the memory. It is freed when the last tensor or view of it goes; no copy may run any more."""
+        """Unregister the memory. It is freed when the last tensor or view of it goes; no copy may run any more.
+
+        DeviceError after the last chunk, if the driver refused one: that stays registered until the process ends.
+        """
         if self._registered:
             self._unregister()
 
@@ -128,16 +133,24 @@ class HostPools:
                 try:
                     registrar.register(base + start, size)
                 except DeviceError as error:
-                    self.close()
-                    raise DeviceError(
-                        f"host pool {spec.name}: {size} bytes at {start} not registered: {error}"
-                    ) from error
+                    what = f"host pool {spec.name}: {size} bytes at {start} not registered: {error}"
+                    try:
+                        self.close()
+                    except DeviceError as second:
+                        what += f"; {second}"
+                    raise DeviceError(what) from error
                 self._registered.append(base + start)
 
 
 def _unregister_all(registrar: Registrar, registered: list[int]) -> None:
+    refused: DeviceError | None = None
     while registered:
-        registrar.unregister(registered.pop())
+        try:
+            registrar.unregister(registered.pop())
+        except DeviceError as error:
+            refused = error
+    if refused is not None:
+        raise DeviceError(f"a chunk stays registered: {refused}") from refused
 
 
 def _check_room(needed: int, free_bytes: int | None) -> None:
@@ -149,7 +162,13 @@ def _check_room(needed: int, free_bytes: int | None) -> None:
 
 
 def _map(size: int, *, huge_pages: bool) -> mmap.mmap:
-    mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise NoHostMemoryError(
+            f"host pools: the kernel does not map {size} bytes: {error.strerror}; ask for fewer slots, "
+            "or raise RLIMIT_AS (ulimit -v) or vm.overcommit_memory"
+        ) from error
     # A fork would make the pages copy-on-write, and a running copy would then miss the parent's memory.
     mapping.madvise(mmap.MADV_DONTFORK)
     try:
@@ -180,7 +199,10 @@ def _bind(address: int, size: int, node: int) -> None:
         0,
     )
     if libc.syscall(call, *arguments) != 0:
-        raise ConfigError(f"numa_node: {node}: mbind failed: {os.strerror(ctypes.get_errno())}")
+        raise ConfigError(
+            f"numa_node: {node}: mbind failed: {os.strerror(ctypes.get_errno())}; leave it unset, or let the "
+            "container use that node (cpuset) and mbind (CAP_SYS_NICE)"
+        )
 
 
 def _touch(tensors: Sequence[torch.Tensor], threads: int) -> None:

@@ -56,7 +56,7 @@ def choose_groups(
 ) -> LayerGroups:
     """Divide the layers into groups of about equal payload: one for each `GROUP_BYTES`, `most` at most.
 
-    `pages` is how many pages of each pool are restored.
+    `pages` is how many pages of each pool are restored. The first group moves some of them.
     """
     layer_bytes = [0] * (1 + max(max(of_planes) for of_planes in layers))
     for pool, count in pages.items():
@@ -134,5 +134,5 @@ class LayerGate(Generic[E]):
                     if left <= 0:
                         raise DeadlineError(f"layer {layer}: a restore was not launched within {deadline_s} s")
                     self._changed.wait(left)
-                if restore.groups is not None and restore in self._open:
+                if restore.groups is not None:
                     wait(restore.events[restore.groups.group_of(layer)])

@@ -49,6 +49,9 @@ class PlaneTable:
         for spec, of_pool in zip(layout.pools, self.planes, strict=True):
             if len(of_pool) != spec.planes:
                 raise ConfigError(f"pool {spec.name}: {len(of_pool)} planes given, its layout has {spec.planes}")
+            for plane in of_pool:
+                if plane.device != self.device:
+                    raise ConfigError(f"pool {spec.name}: a plane is on {plane.device}, the first on {self.device}")
             shapes = {_plane_shape(spec.name, spec.plane_bytes, plane) for plane in of_pool}
             if len(shapes) != 1:
                 raise ConfigError(f"pool {spec.name}: its planes differ in pages or strides: {sorted(shapes)}")

@@ -20,7 +20,7 @@ _MOST_REGIONS = 256
 class Region(Generic[E]):
     """Bytes `[offset, offset + size)` of a ring. Use them only behind the `released` events of `before`.
 
-    The holder sets `released` once its last use is launched; regions are used in the order in which they were taken.
+    The holder calls `release` once its last use is launched; regions are used in the order in which they were taken.
     """
 
     offset: int
@@ -28,15 +28,23 @@ class Region(Generic[E]):
     before: tuple[Region[E], ...]
     released: E | None = None
 
+    def release(self, event: E | None) -> None:
+        """Tell what the last use ends with (None: it is over), and forget who was before: else all would be kept."""
+        self.released, self.before = event, ()
+
     def events_before(self) -> list[E]:
         """What to wait for before the first use."""
         return [region.released for region in self.before if region.released is not None]
 
 
 class StagingRing(Generic[E]):
-    """Hands out regions of `size` bytes in order, round and round; it never blocks and never refuses what fits."""
+    """Hands out regions of `size` bytes in order, round and round; it never blocks and never refuses what fits.
 
-    def __init__(self, size: int) -> None:
+    `option` is what its size is called where it can be raised.
+    """
+
+    def __init__(self, size: int, option: str) -> None:
+        self._option = option
         self._unit = max(1, size // (_MOST_REGIONS * _ALIGNMENT)) * _ALIGNMENT
         self.size = size // self._unit * self._unit
         self._next = 0
@@ -45,9 +53,11 @@ class StagingRing(Generic[E]):
 
     def take(self, size: int) -> Region[E]:
         """Take the next `size` bytes; DeviceError if the whole ring is smaller."""
+        if size == 0:
+            return Region[E](self._next, 0, ())  # overlaps nothing, so that no later holder would forget it
         size = -(-size // self._unit) * self._unit
         if size > self.size:
-            raise DeviceError(f"{size} bytes asked of a ring of {self.size}; give the device larger rings")
+            raise DeviceError(f"{size} bytes asked of a ring of {self.size}: raise {self._option}")
         before: list[Region[E]] = []
         offset = self._next
         if offset + size > self.size:

@@ -65,7 +65,8 @@ class EventStream:
     """Turns inventory events into numbered batches. One thread at a time; `now` is any clock that only grows.
 
     It starts with a snapshot, so that what readers knew of an earlier publisher is cleared. `numbers` gives each
-    batch its sequence number; what it raises, `next_message` raises, and nothing is lost.
+    batch its sequence number; what it raises, `next_message` raises, and nothing is lost. After what anything else
+    raises there, `begin_anew`.
     """
 
     def __init__(
@@ -117,6 +118,12 @@ class EventStream:
         """Have the stream cleared and announced anew, at the end of the pause after the last time."""
         self._wants_snapshot = True
 
+    def begin_anew(self) -> None:
+        """Forget what is half told, and start with a snapshot as at first: something failed on the way to readers."""
+        self._pending.clear()
+        self._unsent, self._snapshot = [], None
+        self._wants_snapshot, self._snapshot_after = True, float("-inf")
+
     def covers(self, start: int) -> bool:
         """Whether a replay from `start` tells all that a reader may need: it reaches back to there, or to a clear."""
         return not self._buffer or self._buffer[0][0] <= max(start, self._cleared_at)
@@ -144,12 +151,13 @@ class EventStream:
 
     def _number(self, timestamp: float) -> Message:
         events = self._unsent
+        payload = encode_batch(EventBatch(timestamp, events, self._rank))
         number = self._numbers()
         self._unsent = []
         self.batches += 1
         if events and _begins_anew(events[0]):
             self._cleared_at = number
-        message = (number, encode_batch(EventBatch(timestamp, events, self._rank)))
+        message = (number, payload)
         self._buffer.append(message)
         self._buffer_bytes += len(message[1])
         while len(self._buffer) > 1 and (
@@ -184,13 +192,21 @@ class EventStream:
             elif (self._wants_snapshot or self.backlog.has_gap) and now >= self._snapshot_after:
                 self._begin_snapshot(now)
             elif (event := self.backlog.take()) is not None:
-                self._pending.extend(self._announcer.apply(event, self.backlog.index))
+                self._pending.extend(self._announce(event))
             else:
                 return None
         return self._pending.popleft()
 
+    def _announce(self, event: InventoryEvent) -> list[WireEvent]:
+        try:
+            return self._announcer.apply(event, self.backlog.index)
+        except Exception:
+            self.backlog.index.apply(event)  # maybe once more, which is no harm: the snapshot to come needs it
+            raise
+
     def _begin_snapshot(self, now: float) -> None:
-        self._wants_snapshot = self.backlog.has_gap = False
+        self._wants_snapshot = False
+        self.backlog.take_gaps()
         self._snapshot_began = now
         self.snapshots += 1
         self._pending.extend(self._announcer.clears())

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from queue import Empty, SimpleQueue
 from typing import Any, Final
 
@@ -17,6 +16,7 @@ from kvcr_actors.core.inventory import InventoryEvent
 from kvcr_actors.errors import ConfigError, DeadlineError, EventEndpointError
 from kvcr_actors.events.config import EventsConfig
 from kvcr_actors.events.contexts import ContextSource
+from kvcr_actors.events.intake import EventIntake
 from kvcr_actors.events.sequence import SequenceCounter
 from kvcr_actors.events.sockets import PublisherSockets
 from kvcr_actors.events.stream import EventStream
@@ -24,10 +24,6 @@ from kvcr_actors.ports import RunningEventSink, Services
 
 log = structlog.get_logger()
 
-_INCOMING: Final = 1_024
-"""Publishes that may wait before the loop bounds them itself, because the thread does not come to it."""
-_INCOMING_TURN: Final = 2
-"""Of those, how many it takes at each publish: more than come, and too few to hold it up."""
 _TURN: Final = 64
 """Batches sent before replays have their turn."""
 _NUMBERS: Final = _TURN + 1
@@ -50,13 +46,13 @@ class ZmqEventSink(RunningEventSink):
         self._stream = EventStream(
             config.wire, contexts, self._numbers.take, rank=config.data_parallel_rank, limits=config.limits
         )
-        self._incoming: deque[Sequence[InventoryEvent]] = deque()
-        self._lock = threading.Lock()
+        self._intake = EventIntake(self._stream.backlog)
         # A SimpleQueue, because a put keeps the GIL: a native wake-up could cost the loop milliseconds to get it back.
         self._doorbell: SimpleQueue[None] = SimpleQueue()
         self._awake = False
         self._thread: _PublisherThread | None = None
         self._failure: Exception | None = None
+        self._failures = 0
         self._stopping = False
         self._given_up = False
         self._last_sent = 0.0
@@ -91,12 +87,7 @@ class ZmqEventSink(RunningEventSink):
         """Leave events for the thread, in order."""
         if self._thread is None:
             return
-        self._incoming.append(events)
-        if len(self._incoming) > _INCOMING and self._lock.acquire(blocking=False):
-            try:
-                self._ingest(_INCOMING_TURN, coalesce=False)
-            finally:
-                self._lock.release()
+        self._intake.leave(events)
         if not self._awake:
             self._wake_up()
 
@@ -129,6 +120,7 @@ class ZmqEventSink(RunningEventSink):
             "dialect": self.config.dialect,
             "next": self._numbers.next,
             "silent_s": round(self.silent_s, 3),
+            "failures": self._failures,
             **self._stream.describe(),
         }
 
@@ -151,22 +143,34 @@ class ZmqEventSink(RunningEventSink):
         with suppress(Empty):
             self._doorbell.get(timeout=timeout_s)
 
-    def _ingest(self, most: int, *, coalesce: bool) -> None:
-        for _ in range(most):
-            self._stream.push(self._incoming.popleft(), coalesce=coalesce)
-
     def _work(self, started: Callable[[], None]) -> None:
-        try:
-            sockets = PublisherSockets(self.config)
+        """Publish to the end. What fails before the start is for `open` to raise; later, all begins anew."""
+        has_started = False
+        while True:
             try:
-                self._reserve_first()
-                started()
-                self._run(sockets)
-            finally:
-                sockets.close()
-        except Exception as error:  # noqa: BLE001 - raised by `open`, or seen in the log and by the silence
-            self._failure = error
-            log.error("events.publisher_failed", endpoint=self.config.endpoint, error=repr(error))
+                with closing(PublisherSockets(self.config)) as sockets:
+                    if not has_started:
+                        self._reserve_first()
+                        has_started = True
+                        started()
+                    self._run(sockets)
+            except Exception as error:  # noqa: BLE001 - a context source is foreign code, and sockets may fail
+                self._failures += 1
+                log.error("events.publisher_failed", endpoint=self.config.endpoint, error=repr(error))
+                if not has_started or self._stopping:
+                    self._failure = error
+                    return
+                self._begin_anew()
+            else:
+                return
+
+    def _begin_anew(self) -> None:
+        """After a pause, in which rings of the bell say nothing new but the end."""
+        with self._intake.lock:
+            self._stream.begin_anew()
+        until = time.monotonic() + _RETRY_S
+        while not self._stopping and (left_s := until - time.monotonic()) > 0:
+            self._wait(left_s)
 
     def _run(self, sockets: PublisherSockets) -> None:
         while not self._given_up:
@@ -212,8 +216,8 @@ class ZmqEventSink(RunningEventSink):
 
     def _send(self, sockets: PublisherSockets, *, heartbeat: bool) -> bool:
         """Send one batch, if there is one."""
-        with self._lock:
-            self._ingest(len(self._incoming), coalesce=True)
+        with self._intake.lock:
+            self._intake.ingest()
             if heartbeat:
                 message = self._stream.heartbeat(time.time())
             else:

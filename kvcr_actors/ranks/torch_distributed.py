@@ -70,8 +70,8 @@ class TorchDistributedRanks:
 
     `interface` is where the collectives' sockets listen: loopback unless told otherwise. `start_deadline_s` bounds the
     wait at `open` for ranks that start later. A restarted rank opens anew with the same store. An agreement ends
-    within two deadlines of a collective, and within four where the store hangs. `rounds`, `collectives` and `epoch`
-    count for tests and people.
+    within two deadlines of a collective, and within four where the store hangs. `rounds`, `failed_rounds`,
+    `collectives` and `epoch` count for tests and people; so does `expired`, operations that another rank lacked.
     """
 
     def __init__(
@@ -89,6 +89,8 @@ class TorchDistributedRanks:
         self.rank = rank
         self.size = size
         self.rounds = 0
+        self.failed_rounds = 0
+        self.expired = 0
         self.collectives = 0
         self.epoch = -1
         self._shape = shape or RoundShape()
@@ -170,6 +172,8 @@ class TorchDistributedRanks:
             "size": self.size,
             "epoch": self.epoch,
             "rounds": self.rounds,
+            "failed_rounds": self.failed_rounds,
+            "expired": self.expired,
             "collectives": self.collectives,
             "open": len(self._table),
         }
@@ -262,12 +266,16 @@ class TorchDistributedRanks:
     def _deliver(self, agreed: Mapping[int, int]) -> bool:
         with self._changed:
             ended = self._table.settle(agreed, monotonic())
+        if expired := sum(entry.number not in agreed and entry.bits > 0 for entry, _ in ended):
+            self.expired += expired
+            log.warning("ranks.expired", rank=self.rank, operations=expired, seconds=self._deadline_s)
         self._settle(ended)
         return bool(ended)
 
     def _end_epoch(self, error: CollectiveError, result: Resolution | None) -> None:
         """A deadline was missed or a peer is gone: the store decides about this round, everything else is a miss."""
         if not self._closing:
+            self.failed_rounds += 1
             log.warning("ranks.round_failed", rank=self.rank, epoch=self.epoch, error=str(error))
         self._others_open = False
         with self._changed:

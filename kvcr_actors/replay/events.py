@@ -12,11 +12,8 @@ import numpy as np
 from kvcr_actors.events.config import EventsConfig
 from kvcr_actors.events.contexts import Origin
 from kvcr_actors.replay.options import ReplayOptions
-from kvcr_actors.replay.trace import TraceRequest
+from kvcr_actors.replay.trace import BLOCK_TOKENS, TraceRequest
 from kvcr_actors.types import PageContext, PageKey
-
-BLOCK_TOKENS: Final = 512
-"""Tokens of a block in the published traces."""
 
 _VOCABULARY_MASK: Final = (1 << 17) - 1
 

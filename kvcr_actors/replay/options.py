@@ -13,7 +13,7 @@ from kvcr_actors.errors import ConfigError
 from kvcr_actors.events.config import EventsConfig
 from kvcr_actors.events.wire import DIALECTS
 from kvcr_actors.replay.outputs import check_output
-from kvcr_actors.replay.trace import TraceRequest
+from kvcr_actors.replay.trace import TraceRequest, shipped_trace
 from kvcr_actors.stores.registry import store_names
 from kvcr_actors.types import AllPages, CacheLayout, HitPolicy, PoolSpec, TrailingPages, WritePolicy
 
@@ -183,6 +183,11 @@ class ReplayOptions:
             sizes = f"the device and host tiers take {needed / _GIB:,.1f} GiB of this machine's {present / _GIB:,.1f}"
             raise ConfigError(f"--page-bytes: {sizes}; give fewer bytes a page, or fewer blocks")
 
+    def to_json(self) -> dict[str, Any]:
+        """Give every option as a plain value, as a report keeps it; a store without a folder of its own has null."""
+        trace = shipped_trace() if self.trace is None else self.trace
+        return {**attrs.asdict(self, recurse=False, value_serializer=_plain), "trace": str(trace)}
+
     def effective(self, given: frozenset[str] = frozenset()) -> dict[str, tuple[str, str]]:
         """Give each option's value as text and its source: `command line` for the fields in `given`, else `default`."""
         return {
@@ -194,6 +199,18 @@ class ReplayOptions:
 def _pool(name: str, size: int) -> PoolSpec:
     planes = next(count for count in _PLANES if size % count == 0)
     return PoolSpec(name, planes, size // planes, POOL_POLICIES[name])
+
+
+def _plain(options: object, field: attrs.Attribute[Any] | None, value: object) -> object:
+    match value:
+        case Path():
+            return str(value)
+        case tuple():
+            return list(cast("tuple[object, ...]", value))
+        case Mapping():
+            return dict(cast("Mapping[str, str]", value))
+        case _:
+            return value
 
 
 def _text(value: object) -> str:

@@ -125,6 +125,8 @@ class ReplayReport:
     device: DevicePages = attrs.field(factory=DevicePages)
     events: EventResult = attrs.field(factory=EventResult)
     timing: Timing = attrs.field(factory=Timing)
+    peak_bytes: int = 0
+    """The most memory that the whole process has had at a time, the Python and torch that it runs on included."""
     series: HitSeries = attrs.field(factory=HitSeries)
 
     def count_request(self, blocks: int, device_hits: int, account: RequestAccount) -> None:
@@ -216,6 +218,7 @@ class ReplayReport:
                 "blocks_per_s": round(self.blocks / wall, 1) if wall else 0.0,
                 "scheduler_us_per_step": {"p50": self.timing.step_us(50), "p99": self.timing.step_us(99)},
             },
+            "memory": {"peak_bytes": self.peak_bytes},
         }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from time import perf_counter
@@ -91,6 +92,7 @@ class _Run:
         report, index, claims = self._report, self._index, self.controller.claims
         report.take_stats(self.controller.stats)
         report.backup.submits = self._device.backup_submits
+        report.peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
         report.claims = ClaimResult(claims.taken, claims.released, claims.open, claims.quarantined)
         report.events.index_matches = not index.anomalies and all(
             index.residents(tier) == self._contents.get(tier, frozenset()) for tier in Tier

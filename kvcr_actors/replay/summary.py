@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Mapping
 from typing import Any
 
@@ -51,7 +50,7 @@ def _summary(report: ReplayReport) -> Table:
         f"{'matches' if report.events.index_matches else 'DIFFERS'}",
         "time": f"{timing.wall_s:,.2f} s, {report.blocks / max(timing.wall_s, 1e-9):,.0f} blocks/s; scheduler thread "
         f"{timing.step_us(50):,.1f} us a step at p50, {timing.step_us(99):,.1f} us at p99",
-        "peak memory": f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:,.0f} MiB",
+        "peak memory": f"{report.peak_bytes / (1 << 20):,.0f} MiB",
     }
     lines = Table.grid(padding=(0, 2))
     for name, text in rows.items():

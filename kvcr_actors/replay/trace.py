@@ -10,11 +10,14 @@ import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeGuard, cast
+from typing import Any, Final, TypeGuard, cast
 
 import attrs
 
 from kvcr_actors.errors import TraceError
+
+BLOCK_TOKENS: Final = 512
+"""Tokens of a block in the published traces."""
 
 _FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
 _ID_LIMIT = 1 << 63
@@ -24,7 +27,8 @@ _ID_LIMIT = 1 << 63
 class TraceRequest:
     """One request. `hash_ids` names its blocks root to tail; equal ids mean equal prefixes up to there.
 
-    `timestamp` is in milliseconds and only orders requests; lengths are in tokens.
+    `timestamp` is in milliseconds and only orders requests; lengths are in tokens. The blocks, of 512 tokens each,
+    cover `input_length`; the last may be partial.
     """
 
     timestamp: float
@@ -99,12 +103,14 @@ def _parse(line: str, where: str) -> TraceRequest:
     for field in _FIELDS:
         if field not in values:
             raise TraceError(f"{where}: the field {field!r} is missing; each line needs {', '.join(_FIELDS)}")
-    return TraceRequest(
+    request = TraceRequest(
         _checked_timestamp(values["timestamp"], where),
         _checked_length(values["input_length"], "input_length", where),
         _checked_length(values["output_length"], "output_length", where),
         _checked_ids(values["hash_ids"], where),
     )
+    _check_cover(request, where)
+    return request
 
 
 def _is_count(value: object) -> TypeGuard[int]:
@@ -134,6 +140,16 @@ def _checked_ids(value: object, where: str) -> tuple[int, ...]:
     if len(set(counts)) != len(counts):
         raise TraceError(f"{where}: hash_ids names a block twice; each id stands for a whole prefix, so none recurs")
     return counts
+
+
+def _check_cover(request: TraceRequest, where: str) -> None:
+    covered = len(request.hash_ids) * BLOCK_TOKENS
+    if covered < request.input_length:
+        needed = -(-request.input_length // BLOCK_TOKENS)
+        raise TraceError(
+            f"{where}: hash_ids has {len(request.hash_ids)} of the {needed} blocks that input_length "
+            f"{request.input_length} takes; give an id for every {BLOCK_TOKENS} tokens, and one for what is left over"
+        )
 
 
 def _as_list(value: object) -> list[object]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar, cast
 
 import anyio
+from anyio.lowlevel import checkpoint
 
 T = TypeVar("T")
 
@@ -18,12 +19,15 @@ class Operation(Generic[T]):
     All methods belong to the loop's thread; other threads go through `Services.post`.
     """
 
-    __slots__ = ("_outcome", "_quiet", "_settled", "_when_quiet", "_when_settled")
+    __slots__ = ("_is_quiet", "_is_settled", "_outcome", "_quiet", "_settled", "_when_quiet", "_when_settled")
 
     def __init__(self) -> None:
-        self._settled = anyio.Event()
-        self._quiet = anyio.Event()
+        self._is_settled = False
+        self._is_quiet = False
         self._outcome: T | None = None
+        # Made by the first waiter: most operations end without one, or are over when they are made.
+        self._settled: anyio.Event | None = None
+        self._quiet: anyio.Event | None = None
         self._when_settled: list[Callable[[T], None]] = []
         self._when_quiet: list[Callable[[], None]] = []
 
@@ -31,14 +35,17 @@ class Operation(Generic[T]):
     def finished(cls, outcome: T) -> Operation[T]:
         """Make an operation that is over already."""
         operation = cls()
-        operation.settle(outcome)
+        operation._outcome = outcome
+        operation._is_settled = operation._is_quiet = True
         return operation
 
     def settle(self, outcome: T, *, quiet: bool = True) -> None:
         """Give the outcome, once; a later one is ignored, but may make the operation quiet."""
-        if not self._settled.is_set():
+        if not self._is_settled:
             self._outcome = outcome
-            self._settled.set()
+            self._is_settled = True
+            if self._settled is not None:
+                self._settled.set()
             calls, self._when_settled = self._when_settled, []
             for call in calls:
                 call(outcome)
@@ -47,9 +54,11 @@ class Operation(Generic[T]):
 
     def become_quiet(self) -> None:
         """Tell that native code no longer touches the memory; the outcome must be known."""
-        if not self._settled.is_set():
+        if not self._is_settled:
             raise RuntimeError("settle the operation before it becomes quiet")
-        self._quiet.set()
+        self._is_quiet = True
+        if self._quiet is not None:
+            self._quiet.set()
         calls, self._when_quiet = self._when_quiet, []
         for call in calls:
             call()
@@ -59,14 +68,14 @@ class Operation(Generic[T]):
 
         A waiter resumes a turn later, when the next operation's events may have been heard.
         """
-        if self._settled.is_set():
+        if self._is_settled:
             call(cast("T", self._outcome))
         else:
             self._when_settled.append(call)
 
     def when_quiet(self, call: Callable[[], None]) -> None:
         """Run `call` once the memory is quiet, at once if it is. It must not raise."""
-        if self._quiet.is_set():
+        if self._is_quiet:
             call()
         else:
             self._when_quiet.append(call)
@@ -74,7 +83,7 @@ class Operation(Generic[T]):
     @property
     def is_settled(self) -> bool:
         """Whether the outcome is known."""
-        return self._settled.is_set()
+        return self._is_settled
 
     def settled_outcome(self) -> T | None:
         """The outcome, without waiting; None while it is not known."""
@@ -83,13 +92,23 @@ class Operation(Generic[T]):
     @property
     def is_quiet(self) -> bool:
         """Whether the memory may be reused."""
-        return self._quiet.is_set()
+        return self._is_quiet
 
     async def outcome(self) -> T:
         """Wait for the outcome. The caller sets the deadline."""
-        await self._settled.wait()
+        if self._is_settled:
+            await checkpoint()
+        else:
+            if self._settled is None:
+                self._settled = anyio.Event()
+            await self._settled.wait()
         return cast("T", self._outcome)
 
     async def quiet(self) -> None:
         """Wait until the memory may be reused. The caller sets the deadline."""
-        await self._quiet.wait()
+        if self._is_quiet:
+            await checkpoint()
+        else:
+            if self._quiet is None:
+                self._quiet = anyio.Event()
+            await self._quiet.wait()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
@@ -76,13 +77,14 @@ class OwnerThread:
         """Refuse new calls, let the accepted ones run, and end the thread.
 
         DeadlineError after `deadline_s`: calls that did not begin have then ended with that error; the one that runs
-        is left alone, and its operation stays open. A further `close` waits again.
+        is left alone, its operation stays open, and behind it what was posted still runs. Each `close` waits anew.
         """
         if not self._closed:
             self._closed = True
             self._jobs.put(None)
         with anyio.move_on_after(deadline_s):
-            await self._ended.wait()
+            if not self._ended.is_set():
+                await self._ended.wait()
             self._thread.join(_JOIN_S)  # its last act was to tell; what is left of it takes microseconds
             return
         error = DeadlineError(f"{self.name}: a call did not end within {deadline_s:g} s; {self.depth} were accepted")
@@ -90,17 +92,19 @@ class OwnerThread:
         raise error
 
     def _give_up(self, error: DeadlineError) -> None:
-        while True:
-            try:
+        posted: list[_Job[Any]] = []
+        with suppress(Empty):
+            while True:
                 job = self._jobs.get_nowait()
-            except Empty:
-                break
-            if job is None:
-                continue
-            self._accepted -= 1
-            if job.operation is not None and job.on_error is not None:
+                if job is None:
+                    continue
+                if job.operation is None or job.on_error is None:
+                    posted.append(job)  # has no outcome that could tell the error
+                    continue
+                self._accepted -= 1
                 job.operation.settle(job.on_error(error))
-        self._jobs.put(None)
+        for job in (*posted, None):
+            self._jobs.put(job)
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -126,16 +130,20 @@ class OwnerThread:
 
 
 async def close_threads(threads: Sequence[OwnerThread], deadline_s: float) -> None:
-    """Close one after the other, all within `deadline_s`; DeadlineError names each that did not end."""
-    end = anyio.current_time() + deadline_s
-    late: list[DeadlineError] = []
-    for thread in threads:
+    """Close all at once, within `deadline_s`; DeadlineError names each that did not end, and no other."""
+    late: dict[OwnerThread, DeadlineError] = {}
+
+    async def close(thread: OwnerThread) -> None:
         try:
-            await thread.close(max(0.0, end - anyio.current_time()))
+            await thread.close(deadline_s)
         except DeadlineError as error:
-            late.append(error)
+            late[thread] = error
+
+    async with anyio.create_task_group() as tasks:
+        for thread in threads:
+            tasks.start_soon(close, thread)
     if late:
-        raise DeadlineError("; ".join(map(str, late)))
+        raise DeadlineError("; ".join(str(late[thread]) for thread in threads if thread in late))
 
 
 def _raise(error: Exception) -> None:

@@ -24,6 +24,10 @@ class SimulationReport:
     options: SimulationOptions
     faults: str
     """The faults in the words of the command line."""
+    asked: int = 0
+    """Seeds that were to run."""
+    interrupted: bool = False
+    """Whether the user stopped it: then a fault that never fired means nothing."""
     seeds: int = 0
     operations: int = 0
     virtual_s: float = 0.0
@@ -71,7 +75,7 @@ def render(report: SimulationReport, console: Console) -> None:
     console.print(_totals(report))
     if report.options.kinds:
         console.print(_faults(report))
-    if report.silent:
+    if report.silent and not report.interrupted:
         console.print(
             f"never fired: {', '.join(report.silent)}; run more seeds, or name fewer with --faults",
             markup=False,
@@ -85,7 +89,7 @@ def _totals(report: SimulationReport) -> Table:
     table.add_column("what")
     table.add_column("value", justify="right")
     options = report.options
-    table.add_row("seeds", f"{report.seeds:,}")
+    table.add_row("seeds", f"{report.seeds:,}{f' of {report.asked:,}' if report.interrupted else ''}")
     table.add_row("ranks, steps, loop", f"{options.ranks}, {options.steps}, {options.loop}")
     table.add_row("operations", f"{report.operations:,}")
     table.add_row("faults", f"{report.fired.total():,}")

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import signal
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from logging import CRITICAL
-from multiprocessing import get_context
+from typing import cast
 
 import attrs
 import structlog
 
 from kvcr_actors.simulation.faults import Kind
+from kvcr_actors.simulation.processes import in_processes
 from kvcr_actors.simulation.schedule import number_tasks, seeded_schedule
 from kvcr_actors.simulation.world import SimulationOptions, World
 from kvcr_actors.testing.virtual_time import BackendName, run_virtual
-
-_CHUNK = 8
-"""Seeds that a process takes at a time: a few seconds of work."""
 
 _BACKENDS: dict[str, BackendName] = {"asyncio": "asyncio-virtual", "trio": "trio-virtual"}
 
@@ -44,8 +40,10 @@ def run_seed(options: SimulationOptions, seed: int) -> SeedResult:
     with quiet_logs(), seeded_schedule():
         try:
             run_virtual(partial(_live, world), backend=_BACKENDS[options.loop], seed=seed)
-        except Exception as error:  # noqa: BLE001 - any error is what a simulation looks for
+        except BaseException as error:
             _raise_interrupt(error)
+            if not isinstance(error, Exception):
+                raise
             failure = f"{type(error).__name__}: {error}"
     return SeedResult(seed, world.operations, world.virtual_s, world.fired, tuple(world.trace), failure)
 
@@ -53,16 +51,15 @@ def run_seed(options: SimulationOptions, seed: int) -> SeedResult:
 def run_seeds(
     options: SimulationOptions, seeds: Sequence[int], advance: Callable[[SeedResult], None], jobs: int = 1
 ) -> None:
-    """Run seeds up to the first that fails, in `jobs` processes, and tell of each in the order of the seeds."""
+    """Run seeds up to the first that fails, in `jobs` processes, and tell of each in the order of the seeds.
+
+    No process outlives the call, however it ends.
+    """
     if jobs == 1:
         _advance_to_failure((run_seed(options, seed) for seed in seeds), advance)
         return
-    # Spawned, not forked: a child must not share the threads and loops of a parent that is embedded somewhere.
-    pool = ProcessPoolExecutor(jobs, get_context("spawn"), signal.signal, (signal.SIGINT, signal.SIG_IGN))
-    try:
-        _advance_to_failure(pool.map(partial(_run_brief, options), seeds, chunksize=_CHUNK), advance)
-    finally:
-        pool.shutdown(cancel_futures=True)
+    with closing(in_processes(partial(_run_brief, options), seeds, jobs)) as results:
+        _advance_to_failure(results, advance)
 
 
 def _advance_to_failure(results: Iterable[SeedResult], advance: Callable[[SeedResult], None]) -> None:
@@ -79,12 +76,19 @@ def _run_brief(options: SimulationOptions, seed: int) -> SeedResult:
 
 
 def _raise_interrupt(error: BaseException) -> None:
-    """A loop wraps a signal that came in the middle of its own work: it is no finding."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, KeyboardInterrupt):
-            raise cause
-        cause = cause.__cause__ or cause.__context__
+    """A loop wraps a signal that came in the middle of its own work, trio in groups: it is no finding."""
+    waiting: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while waiting:
+        one = waiting.pop()
+        if one is None or id(one) in seen:
+            continue
+        if isinstance(one, KeyboardInterrupt):
+            raise one from None
+        seen.add(id(one))
+        waiting += (one.__cause__, one.__context__)
+        if isinstance(one, BaseExceptionGroup):
+            waiting += cast("BaseExceptionGroup[BaseException]", one).exceptions
 
 
 async def _live(world: World) -> None:

@@ -57,7 +57,8 @@ class LoopDevice:
         self._late_s = late_s
         self._memory = [bytearray(pages * pool.page_bytes) for pool in layout.pools]
         self._last: dict[Direction, anyio.Event] = {}
-        self._running: set[anyio.Event] = set()
+        self._running: dict[anyio.Event, None] = {}
+        """In order of their submission: a simulation must not depend on where an event lies in memory."""
         self._release = anyio.Event()
         self._services: Services | None = None
 
@@ -78,7 +79,7 @@ class LoopDevice:
         self.backup_submits += plan.direction is Direction.TO_HOST
         job = _Job(plan, fence, Operation(), fault, self._last.get(plan.direction), anyio.Event())
         self._last[plan.direction] = job.over
-        self._running.add(job.over)
+        self._running[job.over] = None
         self._services.spawn(lambda: self._run(job), f"loop-device-{plan.direction.value}-{self.submits}")
         return job.operation
 
@@ -130,7 +131,7 @@ class LoopDevice:
                 await anyio.sleep(self._late_s)
             outcome = self._copy_all(job)
         finally:
-            self._running.discard(job.over)
+            self._running.pop(job.over, None)
             job.over.set()
         if job.fault is not Fault.DROP:
             job.operation.settle(outcome)

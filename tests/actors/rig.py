@@ -17,7 +17,7 @@ from kvcr_actors.core.inventory import InventoryIndex
 from kvcr_actors.core.stats import ControllerStats
 from kvcr_actors.errors import ControllerClosedError, KvcrActorsError
 from kvcr_actors.messages import BackupAck, Completion, PrefetchCancelled, PrefetchReady, RestoreFinished
-from kvcr_actors.ports import StoreTraits
+from kvcr_actors.ports import EventSink, StoreTraits
 from kvcr_actors.ranks.single import SingleRank
 from kvcr_actors.runtime.hosts import TaskHost
 from kvcr_actors.runtime.supervisor import ActorState, Supervisor
@@ -85,6 +85,7 @@ class Rig:
         copy_latency_s: float = 0.001,
         late_s: float = 10.0,
         traits: StoreTraits = TRAITS,
+        sinks: Sequence[EventSink] = (),
         **config: Any,
     ) -> None:
         settings = {**DEADLINES, "poison_freed_pages": True, "host_reserve_fraction": 0.0, **config}
@@ -104,7 +105,12 @@ class Rig:
             )
         self.index = InventoryIndex()
         self.assembly = Assembly(
-            self.config, device=self.device, store=self.store, ranks=SingleRank(), sinks=(self.index,), relay=False
+            self.config,
+            device=self.device,
+            store=self.store,
+            ranks=SingleRank(),
+            sinks=(self.index, *sinks),
+            relay=False,
         )
         self.desk = self.assembly.make_desk()
         self.host = TaskHost(self.assembly.main)

@@ -84,14 +84,16 @@ async def move_everything(rig: Rig, scrapes: Scrapes) -> None:
 
 @virtual
 async def test_scenario_55_every_declared_metric_moves_in_the_life_of_a_controller() -> None:
-    rig = Rig(host_slots=8, store_pages=5, deposit_retries=1, inbox_limit=8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvcr_actors.events.feed.CHANGES_KEPT", 3)
+        rig = Rig(host_slots=8, store_pages=5, deposit_retries=1, inbox_limit=8)
     scrapes = Scrapes(rig)
     async with rig.running():
         await move_everything(rig, scrapes)
         state = rig.assembly._state
         assert state is not None
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("kvcr_actors.actors.state.EVENTS_KEPT", 3)
+            patch.setattr("kvcr_actors.events.intake.PUBLISHES_KEPT", 3)
             for _ in range(20):  # the publisher has no turn in between
                 state.publish([TierCleared(Tier.DEVICE)])
         await rig.quiet()

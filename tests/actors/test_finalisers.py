@@ -14,8 +14,10 @@ import pytest
 from kvcr_actors.actors import prefix_end
 from kvcr_actors.actors.confirmation import ConfirmationActor
 from kvcr_actors.actors.deposit import DepositActor
+from kvcr_actors.actors.filling import Filling
+from kvcr_actors.actors.following import SearchFollower
 from kvcr_actors.actors.prefetch import PrefetchActor
-from kvcr_actors.actors.reading import PrefixReader
+from kvcr_actors.actors.ready_prefixes import ReadyPrefixes
 from kvcr_actors.actors.restore import RestoreActor
 from kvcr_actors.actors.staging import StepStaging
 from kvcr_actors.actors.state import LoopState
@@ -32,17 +34,19 @@ FINALISERS: list[Callable[..., Any]] = [
     prefix_end.answer_prefix,
     prefix_end.end_ready,
     PrefetchActor._cancel,
-    PrefetchActor._conclude,
-    PrefetchActor._hold_or_end,
-    PrefetchActor._end_without,
+    PrefetchActor._end,
     PrefetchActor._forget,
     PrefetchActor._follow_on,
     PrefetchActor._note_idle,
+    ReadyPrefixes.conclude,
+    ReadyPrefixes._hold_or_end,
+    ReadyPrefixes.end_without,
+    SearchFollower._conclude,
     HeldPrefix.end,
     HeldPrefix.account,
-    PrefixReader._leave,
-    PrefixReader._give_back,
-    PrefixReader._keep_landed,
+    Filling.leave,
+    Filling._give_back,
+    Filling._keep_landed,
     StepStaging.give_back,
     ConfirmationActor._settle,
     ConfirmationActor._give_up,

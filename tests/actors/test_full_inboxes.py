@@ -6,7 +6,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from kvcr_actors.core.inventory import BlocksStored, Ownership, TierCleared
+from kvcr_actors.core.inventory import BlocksStored, Ownership
 from kvcr_actors.errors import InboxFullError
 from kvcr_actors.messages import BackupAck, PrefetchCancelled, PrefetchReady
 from kvcr_actors.runtime.inbox import Inbox
@@ -101,32 +101,15 @@ async def test_a_full_deposit_inbox_sheds_counts_and_unpins() -> None:
     rig.check()
 
 
-async def test_events_that_find_the_publisher_full_come_later_and_in_order() -> None:
+async def test_events_that_find_the_publisher_full_come_all_the_same_and_in_order() -> None:
     rig = Rig(inbox_limit=1)
     async with rig.running():
-        state = rig.assembly._state
-        assert state is not None
         rig.assembly.inboxes.backup.limit = 64
         for number in range(6):
             rig.give_step(rig.node(chain(f"{number}", 3)))
         await rig.quiet()
-        assert not state.overflow
         rig.check()  # with the index that the events alone make
     assert rig.stats.events_dropped == 0
-
-
-async def test_the_oldest_events_beyond_the_bound_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcr_actors.actors.state.EVENTS_KEPT", 3)
-    rig = Rig(inbox_limit=1)
-    async with rig.running():
-        state = rig.assembly._state
-        assert state is not None
-        for _ in range(6):
-            state.publish([TierCleared(Tier.DEVICE)])
-        assert len(state.overflow) == 3
-        await rig.quiet()
-    assert rig.stats.events_dropped == 2
-    assert rig.index.applied == 4
 
 
 async def test_requests_refused_after_the_stop_are_accounted_for() -> None:
@@ -188,7 +171,7 @@ async def test_a_request_does_not_overtake_the_cancel_of_an_earlier_one_of_its_i
     assert rig.assembly.ledger.open == 0
 
 
-async def test_the_engines_events_that_find_the_publisher_full_leave_with_a_later_step() -> None:
+async def test_the_engines_events_that_find_the_publisher_full_come_all_the_same_and_in_order() -> None:
     rig = Rig(inbox_limit=1)
     events = [BlocksStored(Tier.DEVICE, (key,), (None,)) for key in chain("device", 4)]
     async with rig.running():
@@ -196,19 +179,5 @@ async def test_the_engines_events_that_find_the_publisher_full_leave_with_a_late
             rig.desk.publish([event])
             rig.desk.flush_pending_backups()
         await rig.quiet()
-        rig.desk.flush_pending_backups()
-        await rig.quiet()
         assert list(rig.index.holding(Tier.DEVICE, Ownership.ENGINE)) == list(chain("device", 4))
     assert rig.stats.events_dropped == 0
-
-
-async def test_the_engines_oldest_events_beyond_the_bound_are_dropped_and_counted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("kvcr_actors.desk.EVENTS_KEPT", 3)
-    rig = Rig(inbox_limit=1)
-    async with rig.running():
-        for _ in range(6):
-            rig.desk.publish([TierCleared(Tier.DEVICE)])
-            rig.desk.flush_pending_backups()
-        assert rig.stats.events_dropped == 2

@@ -16,7 +16,7 @@ from kvcr_actors.testing.virtual_time import VIRTUAL, BackendName, run_virtual
 from tests.actors.rig import Rig, live
 
 ACTORS = ("confirmation", "deposit", "prefetch", "restore")
-CHECKPOINTS = {"confirmation": 3, "deposit": 4, "prefetch": 5, "restore": 1}
+CHECKPOINTS = {"confirmation": 3, "deposit": 4, "prefetch": 4, "restore": 1}
 """The least that each actor suspends in one life."""
 
 

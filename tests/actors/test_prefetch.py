@@ -374,6 +374,8 @@ async def test_pages_that_a_read_has_filled_but_not_let_go_of_are_not_handed_on_
         assert len(opened) == 1
         assert not rig.assembly.host.contents()
         opened[0].become_quiet()
+        await anyio.sleep(0.1)
+        assert len(opened) == 2
         answer = await rig.reply("r")  # the second batch is never let go of
         assert isinstance(answer, PrefetchReady)
         assert answer.pages == 2

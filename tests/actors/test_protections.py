@@ -10,8 +10,10 @@ import pytest
 
 from kvcr_actors.actors.confirmation import ConfirmationActor
 from kvcr_actors.actors.deposit import DepositActor
+from kvcr_actors.actors.filling import Filling
+from kvcr_actors.actors.following import SearchFollower
 from kvcr_actors.actors.prefetch import PrefetchActor
-from kvcr_actors.actors.reading import PrefixReader
+from kvcr_actors.actors.ready_prefixes import ReadyPrefixes
 from kvcr_actors.actors.restore import RestoreActor
 from kvcr_actors.actors.state import LoopState
 from kvcr_actors.core.prefetch_state import HeldPrefix
@@ -220,22 +222,18 @@ def no_give_up_of_deposits(patch: Patch) -> None:
 
 
 def no_end_of_searches(patch: Patch) -> None:
-    async def search(actor: PrefetchActor, search: Any) -> None:
-        with search.scope:
-            assert actor._reader is not None
-            await actor._reader.read(search.prefix, search.accord)
-        del actor._searches[search.prefix.request.request_id]
-        answers: list[Any] = []
-        actor._conclude(search.prefix, answers)
-        actor._state.outbox.deliver(answers)
-        actor._idle.set()
-        actor._poke()
+    """A search ends when it has come to its end, not when its actor does."""
+    conclude = SearchFollower._conclude
 
-    patch.setattr(PrefetchActor, "_search", search)
+    def only_in_order(follower: SearchFollower, search: Any, *, goes_on: bool) -> None:
+        if goes_on:
+            conclude(follower, search, goes_on=goes_on)
+
+    patch.setattr(SearchFollower, "_conclude", only_in_order)
 
 
 def no_give_back_of_reads(patch: Patch) -> None:
-    patch.setattr(PrefixReader, "_give_back", lambda *args: None)
+    patch.setattr(Filling, "_give_back", lambda *args: None)
 
 
 def no_settling_of_restores(patch: Patch) -> None:
@@ -304,21 +302,21 @@ def a_child_counts_as_stored_without_its_parent(patch: Patch) -> None:
 
 
 def no_expiry_after_a_restart(patch: Patch) -> None:
-    watch = PrefetchActor._watch_expiry
+    watch = ReadyPrefixes._watch_expiry
 
-    def only_later(actor: PrefetchActor) -> None:
-        if hasattr(actor, "_awake"):
-            watch(actor)
-        actor._awake = True  # type: ignore[attr-defined]
+    def only_later(ready: ReadyPrefixes) -> None:
+        if hasattr(ready, "_awake"):
+            watch(ready)
+        ready._awake = True  # type: ignore[attr-defined]
 
-    patch.setattr(PrefetchActor, "_watch_expiry", only_later)
+    patch.setattr(ReadyPrefixes, "_watch_expiry", only_later)
 
 
 def abandoned_batches_are_answered_again(patch: Patch) -> None:
     abandon = PrefetchActor.abandon
 
     def forgetful(actor: PrefetchActor, batch: Any, error: BaseException) -> None:
-        actor._begun.clear()
+        actor._begun = 0
         abandon(actor, batch, error)
 
     patch.setattr(PrefetchActor, "abandon", forgetful)

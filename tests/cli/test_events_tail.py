@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,12 @@ from pathlib import Path
 import pytest
 
 from kvcr_actors.cli.app import run
+from kvcr_actors.cli.event_words import MEANINGS
+from kvcr_actors.cli.hosts import check_can_bind
+from kvcr_actors.events.endpoints import Endpoint
+from kvcr_actors.events.follower import StreamFollower
 
+DOCUMENTATION = Path(__file__).parents[2] / "docs" / "events.md"
 PROGRAM = (sys.executable, "-m", "kvcr_actors")
 SMALL = ("--limit", "60", "--device-blocks", "64", "--host-blocks", "128", "--no-progress")
 
@@ -61,6 +67,12 @@ def test_silence_is_told_and_fails_the_check(tmp_path: Path) -> None:
         (["replay", "--events-replay", "5557"], "--events-replay: there are no events"),
         (["replay", "--events", "5557", "--events-replay", "5557"], "share tcp://127.0.0.1:5557"),
         (["replay", "--events", "5557", "--dialect", "morse"], "morse"),
+        (["replay", "--events", "tcp://no host:5557"], "--events: host 'no host' has no address"),
+        (["replay", "--events", "5557", "--events-replay", "tcp://a..b:1"], "--events-replay: host 'a..b' has no"),
+        (["replay", "--events", "tcp://192.0.2.1:5557"], "host '192.0.2.1' is no address of this machine"),
+        (["replay", "--events", "tcp://[2001:db8::1]:5557"], "host '[2001:db8::1]' is no address of this machine"),
+        (["events", "tail", "tcp://no host:5557"], "ENDPOINT: host 'no host' has no address"),
+        (["events", "tail", "5557", "--replay", "tcp://no host:1"], "--replay: host 'no host' has no address"),
         (["events", "tail", "ipc:///no/such/folder/x", "--seconds", "0.1", "--check"], "no batch came"),
     ],
 )
@@ -72,3 +84,31 @@ def test_what_cannot_be_is_told_in_one_line(
     assert complaint in errors
     assert len(errors.splitlines()) == 1
     assert status == (1 if "--check" in words else 2)
+
+
+def test_a_host_that_is_refused_leaves_everything_as_it_was(tmp_path: Path) -> None:
+    store = ["--store", "disk", "--store-path", str(tmp_path / "store"), "--json", str(tmp_path / "report.json")]
+    assert run(["replay", *SMALL, *store, "--events", "tcp://192.0.2.1:5557"]) == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("host", ["localhost", "lo", "*", "127.0.0.2", "[::1]"])
+def test_a_host_that_is_this_machine_is_published_from(host: str) -> None:
+    check_can_bind("--events", Endpoint.parse(f"tcp://{host}:5557", "--events"))
+
+
+def test_each_count_is_explained_where_it_is_shown_in_the_help_and_in_the_documentation(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = {name.replace("_", " ") for name in StreamFollower(can_replay=False).describe()} - {"blocks"} | {"silent"}
+    assert set(MEANINGS) == counts
+    assert run(["events", "tail", "ipc:///no/such/folder/x", "--seconds", "0.1"]) == 0
+    table = capsys.readouterr().out
+    monkeypatch.setenv("COLUMNS", "400")
+    assert run(["events", "tail", "--help"]) == 0
+    usage = capsys.readouterr().out
+    page = DOCUMENTATION.read_text()
+    for name, (short, full) in MEANINGS.items():
+        assert re.search(rf"│ {name} +│ +\S+( s)? │ {short} *│", table), name
+        assert f"{name}: {short}. {full}" in usage
+        assert f"| {name} | {short} | {full} |" in page

@@ -32,6 +32,9 @@ def test_a_healthy_run_writes_its_files_prints_its_table_and_ends_with_0(
     made = json.loads(report.read_text())
     assert made["requests"] == 60
     assert made["blocks"] == sum(made["hits"].values()) + sum(made["reasons"].values())
+    assert made["options"] == ReplayOptions(limit=60, page_bytes=64, progress=False, json=report, plot=plot).to_json()
+    # Python and torch alone take more than 50 MiB, and no machine has the limit.
+    assert 50 << 20 < made["memory"]["peak_bytes"] < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert plot.read_text().startswith("<?xml")
     assert sorted(tmp_path.iterdir()) == [plot, report]
     output = capsys.readouterr()
@@ -50,6 +53,14 @@ def test_scenario_56_the_effective_configuration_is_printed_once_with_the_source
         (line,) = [line for line in lines if line and line[0] == option_name(field.name)]
         given = option_name(field.name) in ("--limit", "--page-bytes", "--host-blocks", "--progress")
         assert (line[-2:] == ["command", "line"]) if given else (line[-1] == "default")
+
+
+def test_the_report_names_the_folder_of_a_store_that_stays_and_none_for_a_temporary_one(tmp_path: Path) -> None:
+    kept, lent = tmp_path / "kept.json", tmp_path / "lent.json"
+    assert run([*SMALL, "--store", "disk", "--store-path", str(tmp_path / "store"), "--json", str(kept)]) == 0
+    assert run([*SMALL, "--store", "disk", "--json", str(lent)]) == 0
+    assert json.loads(kept.read_text())["options"]["store_path"] == str(tmp_path / "store")
+    assert json.loads(lent.read_text())["options"]["store_path"] is None
 
 
 def test_an_unhealthy_run_still_reports_and_ends_with_1(

@@ -43,6 +43,17 @@ def test_events_leave_one_by_one_in_order_below_the_limit() -> None:
     assert (len(backlog), backlog.coalesced, backlog.dropped, backlog.has_gap) == (0, 0, 0, False)
 
 
+def test_gaps_count_the_events_that_were_dropped_of_each_holding_until_they_are_taken() -> None:
+    backlog = EventBacklog(2)
+    events = [stored(b"a"), stored(b"b", tier=Tier.STORE), removed(b"a"), stored(b"c"), stored(b"d")]
+    backlog.push(events, coalesce=False)
+    assert backlog.has_gap
+    assert backlog.take_gaps() == {(Tier.HOST, Ownership.ENGINE): 2, (Tier.STORE, Ownership.ENGINE): 1}
+    assert not backlog.has_gap
+    assert not backlog.take_gaps()
+    assert backlog.index.keys(Tier.STORE) == {b"b"}
+
+
 def test_past_the_limit_changes_of_one_key_become_one() -> None:
     backlog = EventBacklog(4)
     backlog.push([stored(b"a", b"b"), removed(b"b"), stored(b"c")])

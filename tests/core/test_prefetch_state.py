@@ -6,7 +6,7 @@ import pytest
 
 from kvcr_actors.core.host_tier import HostPage, HostTier
 from kvcr_actors.core.ledger import ClaimLedger
-from kvcr_actors.core.prefetch_state import HeldPrefix, Phase
+from kvcr_actors.core.prefetch_state import HeldPrefix, Phase, first_incomplete
 from kvcr_actors.types import AllPages, CacheLayout, MissReason, PoolSpec, PrefetchRequest, TrailingPages
 
 LAYOUT = CacheLayout((PoolSpec("kv", 2, 64, AllPages()), PoolSpec("mamba", 1, 8, TrailingPages(1))))
@@ -100,7 +100,7 @@ def test_the_first_page_that_lacks_what_a_restore_of_all_needs_is_known(
     held: HeldPrefix, masks: list[int], first: int, whole: bool
 ) -> None:
     held.extend(pages_of(held, masks) if masks else [])
-    assert (held.first_incomplete(LAYOUT), held.is_whole(LAYOUT)) == (first, whole)
+    assert (first_incomplete(masks, LAYOUT), held.is_whole(LAYOUT)) == (first, whole)
 
 
 def test_a_release_without_a_pin_left_is_harmless(held: HeldPrefix) -> None:

@@ -7,6 +7,7 @@ import random
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -50,6 +51,9 @@ class ScheduledRuntime:
         self._streams = [self.engine]
         self._changed = threading.Condition()
 
+    def selected(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
     def bind_thread(self) -> None:
         self.calls["bind_thread"] += 1
 
@@ -66,7 +70,7 @@ class ScheduledRuntime:
             return fence
         if isinstance(fence, Stream):
             return self.record(fence)
-        raise DeviceError(f"fence: {fence!r}")
+        raise DeviceError(f"not {fence!r}")
 
     def record(self, stream: Stream, *, blocking: bool = False) -> Event:
         event = Event()
@@ -79,6 +83,14 @@ class ScheduledRuntime:
     def synchronize(self, event: Event) -> None:
         with self._changed:
             while not event.is_over:
+                if self.lost:
+                    raise DeviceError("lost")
+                if not self._step() and not self._changed.wait(10):
+                    raise DeviceError("deadlock: no stream can go on")
+
+    def drain(self, stream: Stream) -> None:
+        with self._changed:
+            while stream.commands:
                 if self.lost:
                     raise DeviceError("lost")
                 if not self._step() and not self._changed.wait(10):

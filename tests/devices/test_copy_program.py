@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 
 import numpy as np
 import pytest
@@ -45,6 +46,15 @@ def test_parts_hold_every_pair_once_in_order_and_fit_the_limit(limit: int) -> No
         begins = [piece.offset for piece in part.pieces]
         assert all(end <= begin for end, begin in zip(ends, begins[1:], strict=False))
         assert ends[-1] == part.size
+
+
+def test_a_pool_begins_at_a_multiple_of_sixteen_bytes_since_the_kernel_moves_as_many_at_once() -> None:
+    layout = CacheLayout((PoolSpec("odd", 1, 100), PoolSpec("kv", 4, 8)))
+    plan = plan_copy(Direction.TO_HOST, [((range(3), range(3)), (range(3), range(3)))])
+    pairs = [check_pairs(layout, plan.direction, copy, 3, 3) for copy in plan.pools]
+    copies = [HostPairs(of_pool, layout.pools[of_pool.pool].page_bytes, 3) for of_pool in pairs]
+    (part,) = cut_parts(layout, copies, [((0, 1), (0, 4))], 1 << 20)
+    assert [piece.offset for piece in part.pieces] == [0, 304]
 
 
 def test_a_page_that_no_part_can_hold_is_an_error_that_names_the_pool() -> None:
@@ -116,26 +126,41 @@ def test_one_run_is_one_copy() -> None:
 
 def test_a_region_comes_after_every_region_that_it_overlaps() -> None:
     rng = random.Random(1)
-    ring = StagingRing[int](64 << 10)
+    ring = StagingRing[int](64 << 10, "staging_bytes")
     holders: list[tuple[int, int, int]] = []
     for number in range(500):
         region = ring.take(rng.choice([1, 300, 5_000, 30_000]))
         assert region.offset + region.size <= ring.size
         assert region.offset % 256 == 0
-        region.released = number
         over = {
             holder
             for holder, offset, size in holders
             if offset < region.offset + region.size and region.offset < offset + size
         }
-        assert over <= set(region.events_before())
-        holders = [holder for holder in holders if holder[0] not in region.events_before()]
+        before = set(region.events_before())
+        assert over <= before
+        region.release(number)
+        holders = [holder for holder in holders if holder[0] not in before]
         holders.append((number, region.offset, region.size))
     assert len(holders) < 300
 
 
 def test_a_region_larger_than_the_ring_is_refused() -> None:
-    ring = StagingRing[int](4096)
+    ring = StagingRing[int](4096, "staging_bytes")
     assert ring.take(4096).before == ()
-    with pytest.raises(DeviceError, match="ring of 4096"):
+    with pytest.raises(DeviceError, match="ring of 4096: raise staging_bytes"):
         ring.take(4097)
+
+
+def test_a_ring_forgets_regions_that_nobody_has_to_wait_for() -> None:
+    ring = StagingRing[int](4096, "staging_bytes")
+    empty = weakref.ref(ring.take(0))
+    first = ring.take(4096)
+    first.release(1)
+    second = ring.take(4096)
+    assert second.events_before() == [1]
+    second.release(2)
+    reference = weakref.ref(first)
+    del first
+    assert empty() is None, "a region of no bytes overlaps nothing"
+    assert reference() is None, "behind the second region nobody waits for the first"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import random
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import anyio
 import pytest
@@ -15,78 +15,18 @@ from kvcr_actors.core.copy_plan import CopyPlan, Direction, PoolCopy, plan_copy
 from kvcr_actors.devices.copy_lane import CopyLane
 from kvcr_actors.devices.cuda import CopyEngine, CudaDevice
 from kvcr_actors.devices.host_memory import HostPools
-from kvcr_actors.devices.row_mover import PlaneTable, RowMover, TorchMover, TritonMover
+from kvcr_actors.devices.host_transfers import PITCHED_PAGES
+from kvcr_actors.devices.row_mover import PlaneTable, TorchMover, TritonMover
 from kvcr_actors.errors import ConfigError, DeadlineError
 from kvcr_actors.testing.services import open_services
-from kvcr_actors.types import CacheLayout
+from tests.devices.engine_bench import PAGES, RING, SLOTS, Bench, MakeMover, layers_of
 from tests.devices.harness import LAYOUTS, expected_device, expected_host, random_bytes, random_plan
 from tests.devices.scheduled_runtime import Event, ScheduledRuntime, Stream
 
 pytestmark = [pytest.mark.anyio, pytest.mark.real_clock]
 
-PAGES = 12
-SLOTS = 40
-RING = 40_000
-
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 MOVERS = [pytest.param(TorchMover, id="torch"), pytest.param(TritonMover, id="triton", marks=needs_triton)]
-
-Engine = CopyEngine[Stream, Event]
-MakeMover = Callable[[PlaneTable], RowMover]
-
-
-class Bench:
-    """A device over pools of random bytes, and what its pools must hold."""
-
-    def __init__(
-        self,
-        layout: CacheLayout,
-        seed: int = 0,
-        mover: MakeMover = TorchMover,
-        layers: Sequence[Sequence[int]] | None = None,
-        staging_bytes: int = RING,
-        chunk_bytes: int = 1 << 30,
-        direct_bytes: int = 1 << 30,
-    ) -> None:
-        self.layout = layout
-        self.runtime = ScheduledRuntime(seed)
-        self.host = HostPools(layout, SLOTS, registrar=self.runtime, register_chunk_bytes=chunk_bytes)
-        self.pools = [random_bytes((pool.planes, PAGES, pool.plane_bytes)) for pool in layout.pools]
-        for pool in range(len(layout.pools)):
-            self.host.tensor(pool).copy_(random_bytes(self.host.tensor(pool).shape))
-        planes = [pool.unbind(0) for pool in self.pools]
-        self.device = CopyEngine(
-            layout,
-            planes,
-            self.host,
-            self.runtime,
-            layers=layers,
-            staging_bytes=staging_bytes,
-            index_bytes=64 << 10,
-            direct_bytes=direct_bytes,
-            mover=mover(PlaneTable(layout, planes)),
-        )
-
-    def expect(self, plan: CopyPlan) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The host and device pools after the plan."""
-        hosts = [self.host.tensor(pool).clone() for pool in range(len(self.pools))]
-        pools = [pool.clone() for pool in self.pools]
-        for pool in range(len(pools)):
-            if plan.direction is Direction.TO_HOST:
-                hosts[pool] = expected_host(hosts[pool], pools[pool], plan, pool)
-            else:
-                pools[pool] = expected_device(pools[pool], hosts[pool], plan, pool)
-        return hosts, pools
-
-    def check(self, expected: tuple[list[torch.Tensor], list[torch.Tensor]]) -> None:
-        hosts, pools = expected
-        for pool, spec in enumerate(self.layout.pools):
-            assert torch.equal(self.host.tensor(pool), hosts[pool]), spec.name
-            assert torch.equal(self.pools[pool], pools[pool]), spec.name
-
-
-def layers_of(layout: CacheLayout) -> list[list[int]]:
-    return [list(range(pool.planes)) for pool in layout.pools]
 
 
 @pytest.mark.parametrize("mover", MOVERS)
@@ -187,6 +127,40 @@ async def test_a_plan_larger_than_the_ring_goes_in_slices(direction: Direction) 
         await bench.device.close(5)
     assert outcome.slices == bench.runtime.calls["launch"] > 10
     assert bench.runtime.calls["upload"] == 1
+
+
+@pytest.mark.parametrize("mover", MOVERS)
+@pytest.mark.parametrize("chunk_bytes", [8192, 1 << 30])
+@pytest.mark.parametrize("run", [1, 3, 9, 12])
+async def test_layer_groups_bring_their_part_of_each_page_over_runs_of_any_length(
+    mover: MakeMover, chunk_bytes: int, run: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvcr_actors.devices.layer_groups.GROUP_BYTES", 1)
+    for layout in (LAYOUTS["hybrid"], LAYOUTS["odd"]):
+        bench = Bench(layout, mover=mover, layers=layers_of(layout), chunk_bytes=chunk_bytes)
+        plan = random_plan(random.Random(run), layout, Direction.TO_DEVICE, PAGES, PAGES, SLOTS, run=run)
+        async with open_services() as services:
+            await bench.device.open(services)
+            bench.runtime.calls.clear()
+            expected = bench.expect(plan)
+            assert (await bench.device.submit(plan, None).outcome()).failed == {}
+            bench.check(expected)
+            await bench.device.close(5)
+        if chunk_bytes > 8192:
+            assert bool(bench.runtime.calls["copy_pitched"]) == (run >= PITCHED_PAGES)
+
+
+async def test_layer_groups_that_fit_the_ring_together_are_one_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcr_actors.devices.layer_groups.GROUP_BYTES", 1)
+    bench = Bench(LAYOUTS["hybrid"], layers=layers_of(LAYOUTS["hybrid"]))
+    plan = random_plan(random.Random(3), bench.layout, Direction.TO_DEVICE, 2, PAGES, SLOTS)
+    async with open_services() as services:
+        await bench.device.open(services)
+        bench.runtime.calls.clear()
+        outcome = await bench.device.submit(plan, None).outcome()
+        await bench.device.close(5)
+    assert bench.runtime.calls["launch"] > 1
+    assert outcome.slices == 1
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -445,6 +419,15 @@ def test_misfits_are_refused_by_name_before_anything_is_taken() -> None:
         CopyEngine(LAYOUTS["odd"], planes, host, runtime)
     with pytest.raises(ConfigError, match="staging_bytes"):
         CopyEngine(layout, planes, host, runtime, staging_bytes=16_000)
+    with pytest.raises(ConfigError, match="index_bytes: 100"):
+        CopyEngine(layout, planes, host, runtime, index_bytes=100)
+    with pytest.raises(ConfigError, match="planes: 2 lists for 3 pools"):
+        CopyEngine(layout, planes[:2], host, runtime)
+    with pytest.raises(ConfigError, match="pool swa: a plane is on meta, the first on cpu"):
+        CopyEngine(layout, [planes[0], [plane.to("meta") for plane in planes[1]], planes[2]], host, runtime)
+    on_meta = [[plane.to("meta") for plane in of_pool] for of_pool in planes]
+    with pytest.raises(ConfigError, match="the planes are on meta, the runtime is for cpu"):
+        CopyEngine(layout, on_meta, host, runtime)
     with pytest.raises(ConfigError, match="pool swa: 5 planes"):
         CopyEngine(layout, [planes[0], planes[1][:5], planes[2]], host, runtime)
     with pytest.raises(ConfigError, match="no contiguous pages"):
@@ -453,6 +436,8 @@ def test_misfits_are_refused_by_name_before_anything_is_taken() -> None:
         CopyEngine(layout, planes, host, runtime, layers=[[0, 1, 3, 2], [0] * 6, [0, 0]])
     with pytest.raises(ConfigError, match="GPU"):
         CudaDevice(layout, planes, host)
+    with pytest.raises(ConfigError, match="planes: 0 lists"):
+        CudaDevice(layout, [], host)
 
 
 async def test_the_engine_never_waits_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,13 +9,26 @@ from contextlib import asynccontextmanager
 import pytest
 import torch
 
+from kvcr_actors import (
+    BackupNode,
+    CacheController,
+    CacheLayout,
+    Completion,
+    PoolSpec,
+    PrefetchReady,
+    PrefetchRequest,
+    RestoreFinished,
+    RestoreOrder,
+    chain_seed,
+    page_keys,
+)
 from kvcr_actors.core.copy_plan import CopyPlan, Direction, plan_copy
 from kvcr_actors.devices.cuda import CudaDevice
 from kvcr_actors.devices.cuda_runtime import CudaRuntime
 from kvcr_actors.devices.host_memory import HostPools
+from kvcr_actors.devices.layer_groups import GROUP_BYTES
 from kvcr_actors.devices.row_mover import PlaneTable, RowMover, TorchMover, TritonMover
 from kvcr_actors.testing.services import open_services
-from kvcr_actors.types import CacheLayout, PoolSpec
 from tests.devices.harness import LAYOUTS, expected_device, expected_host, random_plan
 
 pytestmark = [
@@ -81,11 +94,14 @@ async def opened(bench: Bench) -> AsyncIterator[Bench]:
 
 
 @pytest.mark.parametrize("direct_bytes", [1000, 1 << 30])
-@pytest.mark.parametrize("mover", [TritonMover, TorchMover])
+@pytest.mark.parametrize(
+    ("mover", "group_bytes"), [(TritonMover, GROUP_BYTES), (TritonMover, 1), (TorchMover, GROUP_BYTES)]
+)
 @pytest.mark.parametrize("name", LAYOUTS)
 async def test_both_directions_move_exactly_the_pages_of_the_plan(
-    name: str, mover: type[RowMover], direct_bytes: int
+    name: str, mover: type[RowMover], group_bytes: int, direct_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("kvcr_actors.devices.layer_groups.GROUP_BYTES", group_bytes)
     layout, rng = LAYOUTS[name], random.Random(name)
     async with opened(Bench(layout, mover, 60_000, 16 << 10, direct_bytes)) as bench:
         for count, run in ((1, 1), (17, 3), (48, 12), (31, 1)):
@@ -178,6 +194,16 @@ async def test_scenario_02_host_slots_reused_before_quiet_are() -> None:
     assert not await slots_are_reused(20, after_quiet=False)
 
 
+def test_draining_a_stream_waits_for_all_that_it_was_given() -> None:
+    runtime = CudaRuntime(0)
+    stream = runtime.stream()
+    with torch.cuda.stream(stream):
+        Bench.delay(20)
+    assert not stream.query()
+    runtime.drain(stream)
+    assert stream.query()
+
+
 async def test_a_layer_waited_for_is_there_when_the_engine_reads_it() -> None:
     layout = CacheLayout((PoolSpec("kv", 32, 64 << 10),))
 
@@ -198,3 +224,62 @@ async def test_a_layer_waited_for_is_there_when_the_engine_reads_it() -> None:
 
     assert await layers_are_right(60, waits=True)
     assert not await layers_are_right(20, waits=False)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("inline", [False, True])
+async def test_pools_on_another_gpu_than_the_threads_own_are_moved_and_waited_for_there(inline: bool) -> None:
+    host = HostPools(RACE, SLOTS, registrar=CudaRuntime(1))
+    pool = torch.randint(0, 256, (4, PAGES, 16 << 10), dtype=torch.uint8, device="cuda:1")
+    written, stream = pool.clone(), torch.cuda.current_stream(1)
+    device = CudaDevice(RACE, [pool.unbind(0)], host, layers=[range(4)], staging_bytes=1 << 20, launch_on_caller=inline)
+    async with open_services() as services:
+        await device.open(services)
+        fence = torch.cuda.Event()
+        fence.record(stream)
+        assert (await device.submit(whole(Direction.TO_HOST), fence).outcome()).failed == {}
+        pool.zero_()
+        operation = device.submit(whole(Direction.TO_DEVICE), stream)
+        device.wait_layer(3)
+        assert torch.equal(pool, written)
+        assert (await operation.outcome()).failed == {}
+        await device.close(30)
+    host.close()
+    assert torch.cuda.current_device() == 0
+
+
+def test_an_engine_beside_a_controller_in_a_thread_reads_layers_only_behind_their_restore() -> None:
+    layout, pages = CacheLayout((PoolSpec("kv", 32, 64 << 10),)), PAGES // 2
+    keys = page_keys(range(pages), 1, chain_seed())
+
+    def layers_are_right(rounds: int, *, waits: bool) -> bool:
+        bench, right = Bench(layout, staging_bytes=128 << 20), True
+        pool, seen = bench.pools[0], torch.empty_like(bench.pools[0][:, :pages])
+        first, second = tuple(range(pages)), tuple(range(pages, 2 * pages))
+        with CacheController(device=bench.device) as controller:
+            controller.write_back([BackupNode(1, keys, (first,))], torch.cuda.current_stream())
+            for number in range(rounds):
+                pool[:, pages:] = 0
+                controller.prefetch(PrefetchRequest(number, keys))
+                controller.flush_pending_backups()
+                await_one(controller, PrefetchReady)
+                torch.cuda.synchronize()
+                controller.restore(RestoreOrder(number, 0, (second,)))
+                controller.flush_pending_backups(torch.cuda.current_stream())
+                if waits:
+                    controller.wait_restores_submitted()
+                for layer in range(32):
+                    bench.device.wait_layer(layer)
+                    seen[layer].copy_(pool[layer, pages:])
+                await_one(controller, RestoreFinished)
+                right &= bool((seen == pool[:, :pages]).all())
+        bench.host.close()
+        return right
+
+    assert layers_are_right(60, waits=True)
+    assert not layers_are_right(20, waits=False)
+
+
+def await_one(controller: CacheController, kind: type[Completion]) -> None:
+    while not any(isinstance(one, kind) for one in controller.take()):
+        assert controller.wait(10)

@@ -22,12 +22,14 @@ MAP_NORESERVE = 0x4000
 
 
 class RecordingRegistrar:
-    """Remembers registrations; refuses the one with the number given."""
+    """Remembers registrations; refuses the one with the number given, and to undo those with the numbers given."""
 
-    def __init__(self, refuse: int | None = None) -> None:
+    def __init__(self, refuse: int | None = None, *, keep: tuple[int, ...] = ()) -> None:
         self.held: dict[int, int] = {}
         self.calls = 0
+        self.undone = 0
         self._refuse = refuse
+        self._keep = keep
 
     def register(self, address: int, size: int) -> None:
         self.calls += 1
@@ -36,6 +38,9 @@ class RecordingRegistrar:
         self.held[address] = size
 
     def unregister(self, address: int) -> None:
+        self.undone += 1
+        if self.undone - 1 in self._keep:
+            raise DeviceError("cudaHostUnregister: cudaErrorUnknown")
         del self.held[address]
 
 
@@ -106,6 +111,24 @@ def test_scenario_42_a_refused_registration_is_rolled_back_and_named(refuse: int
     assert registrar.held == {}
 
 
+def test_a_chunk_that_the_driver_keeps_is_named_and_all_others_are_unregistered() -> None:
+    registrar = RecordingRegistrar(keep=(0, 2))
+    host = HostPools(LAYOUT, 9000, registrar=registrar, register_chunk_bytes=500_000)
+    with pytest.raises(DeviceError, match="a chunk stays registered: cudaHostUnregister: cudaErrorUnknown"):
+        host.close()
+    assert registrar.undone == registrar.calls
+    assert len(registrar.held) == 2
+    assert not host.is_registered
+    host.close()
+
+
+def test_a_roll_back_that_fails_too_names_both_errors() -> None:
+    registrar = RecordingRegistrar(3, keep=(0,))
+    with pytest.raises(DeviceError, match=r"not registered: .*MemoryAllocation; a chunk stays registered: .*Unknown"):
+        HostPools(LAYOUT, 9000, registrar=registrar, register_chunk_bytes=500_000)
+    assert len(registrar.held) == 1
+
+
 @pytest.mark.parametrize("refuse", [None, 20])
 def test_scenario_42_half_a_tebibyte_is_registered_in_chunks_and_rolled_back_as_a_whole(
     monkeypatch: pytest.MonkeyPatch, refuse: int | None
@@ -152,8 +175,36 @@ def test_bad_options_are_refused_by_name() -> None:
         HostPools(LAYOUT, -1)
     with pytest.raises(ConfigError, match="register_chunk_bytes"):
         HostPools(LAYOUT, 1, register_chunk_bytes=100)
+    with pytest.raises(ConfigError, match="touch_threads: 0"):
+        HostPools(LAYOUT, 1, touch_threads=0)
     with pytest.raises(ConfigError, match="numa_node: 4095"):
         HostPools(LAYOUT, 1, numa_node=4095)
+
+
+def test_a_mapping_that_the_kernel_refuses_is_no_host_memory() -> None:
+    script = """
+import resource, torch
+from kvcr_actors.devices.host_memory import HostPools
+from kvcr_actors.errors import NoHostMemoryError
+from kvcr_actors.types import CacheLayout, PoolSpec
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (32 << 20), resource.RLIM_INFINITY))
+try:
+    HostPools(CacheLayout((PoolSpec("kv", 1, 1 << 20),)), 256, free_bytes=1 << 40)
+except NoHostMemoryError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    assert "does not map 268435456 bytes" in done.stdout
+    assert "RLIMIT_AS" in done.stdout
+
+
+def test_huge_pages_that_the_kernel_does_not_know_are_off_or_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 9999)
+    monkeypatch.setattr(mmap, "MADV_NOHUGEPAGE", 9999)
+    assert HostPools(LAYOUT, 1).slots == 1
+    with pytest.raises(ConfigError, match="huge_pages=True: refused by the kernel"):
+        HostPools(LAYOUT, 1, huge_pages=True)
 
 
 @pytest.mark.skipif(not Path("/sys/devices/system/node/node0").exists(), reason="the kernel has no NUMA")
@@ -163,6 +214,18 @@ def test_memory_can_be_bound_to_a_node() -> None:
     maps = [line.split() for line in Path("/proc/self/numa_maps").read_text().splitlines()]
     begins = max(int(fields[0], 16) for fields in maps if int(fields[0], 16) <= host.address(0))
     assert [fields[1] for fields in maps if int(fields[0], 16) == begins] == ["bind:0"]
+
+
+@pytest.mark.skipif(not Path("/sys/devices/system/node/node0").exists(), reason="the kernel has no NUMA")
+def test_a_node_that_memory_cannot_be_bound_to_is_an_error_that_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host_memory, "_MPOL_BIND", 99)
+    with pytest.raises(ConfigError, match="numa_node: 0: mbind failed: Invalid argument; leave it unset, or let"):
+        HostPools(LAYOUT, 1, numa_node=0)
+    monkeypatch.setattr(host_memory.platform, "machine", lambda: "riscv64")
+    with pytest.raises(ConfigError, match="not supported on riscv64"):
+        HostPools(LAYOUT, 1, numa_node=0)
 
 
 def test_a_forked_child_does_not_share_the_memory() -> None:
@@ -227,6 +290,12 @@ def test_scenario_43_a_v1_group_without_a_limit_does_not_count(tmp_path: Path) -
             "sys/fs/cgroup/memory/box/memory.usage_in_bytes": "1\n",
         },
     )
+    assert [limit.total for limit in memory_limits(root)] == [1024000]
+
+
+def test_a_kernel_without_control_groups_leaves_the_hosts_limit(tmp_path: Path) -> None:
+    root = make_root(tmp_path, "", {})
+    (root / "proc/self/cgroup").unlink()
     assert [limit.total for limit in memory_limits(root)] == [1024000]
 
 

@@ -13,12 +13,13 @@ LAYOUT = CacheLayout((PoolSpec("kv", 16, MIB), PoolSpec("state", 2, 4 * MIB)))
 LAYERS = check_layers(LAYOUT, [[layer for layer in range(8) for _ in range(2)], [2, 6]])
 
 
-@pytest.mark.parametrize("pages", [{0: 1}, {0: 5}, {0: 5, 1: 3}, {0: 40, 1: 1}, {1: 1}, {1: 9}])
+@pytest.mark.parametrize("pages", [{0: 1}, {0: 5}, {0: 5, 1: 3}, {0: 40, 1: 1}, {1: 1}, {1: 9}, {1: 40}])
 @pytest.mark.parametrize("most", [1, 3, 8, 100])
 def test_groups_hold_every_plane_once_and_no_layer_waits_for_too_little(pages: dict[int, int], most: int) -> None:
     groups = choose_groups(LAYOUT, LAYERS, pages, most=most)
     assert 1 <= len(groups.ends) <= most
     assert len(groups.planes) == len(groups.ends)
+    assert any(groups.planes[0][pool][1] for pool in pages)
     for pool, spec in enumerate(LAYOUT.pools):
         ranges = [of_group[pool] for of_group in groups.planes]
         assert [plane for first, count in ranges for plane in range(first, first + count)] == list(range(spec.planes))

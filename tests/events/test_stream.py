@@ -322,6 +322,29 @@ def test_a_number_that_cannot_be_had_loses_nothing() -> None:
     assert decode_batch(message[1]).events == [AllBlocksCleared(), AllBlocksCleared("kvcr")]
 
 
+def test_what_a_context_source_raises_at_loses_no_block() -> None:
+    keys, context = pages_of(1)
+    answers = iter([None, LookupError("not now")])
+
+    class Moody:
+        def find(self, key: PageKey) -> tuple[PageContext, int] | None:
+            answer = next(answers, (context, 0))
+            if isinstance(answer, LookupError):
+                raise answer
+            return answer
+
+    desk, follower = Desk(), StreamFollower(can_replay=False)
+    desk.stream = EventStream(DIALECTS["dynamo"], Moody(), count().__next__)
+    desk.send([stored(Tier.HOST, keys)])  # of unknown origin
+    with pytest.raises(LookupError):
+        desk.send([stored(Tier.DEVICE, keys)])
+    desk.stream.begin_anew()
+    for message in desk.send():
+        follower.receive(*message)
+    assert follower.index.keys(Tier.HOST) == follower.index.keys(Tier.DEVICE) == {router_key(keys[0])}
+    assert not follower.faults
+
+
 def test_a_removal_names_its_medium() -> None:
     desk = Desk(dialect="sglang")
     keys, context = pages_of(2)

@@ -22,7 +22,7 @@ from kvcr_actors.core.keys import chain_seed, page_keys, router_key
 from kvcr_actors.errors import ConfigError, DeadlineError, EventEndpointError
 from kvcr_actors.events import sequence
 from kvcr_actors.events.config import EventsConfig
-from kvcr_actors.events.contexts import ContextTable
+from kvcr_actors.events.contexts import ContextTable, Origin
 from kvcr_actors.events.follower import StreamFollower
 from kvcr_actors.events.reader import EventReader
 from kvcr_actors.events.sockets import PublisherSockets
@@ -333,12 +333,73 @@ async def test_a_file_that_hangs_stops_neither_the_loop_nor_the_bound_of_what_wa
             await anyio.to_thread.run_sync(hangs.wait, 10)
             for number in range(3_000):
                 sink.publish([stored(number % 1_000, number % 1_000 + 1)])
-            assert len(sink._incoming) <= 1_024
+            assert len(sink._intake) <= 1_024
             assert sink.describe()["waiting"] <= 500
         finally:
             goes_on.set()
         sink.publish([removed(KEYS), stored(0, 5)])
         assert not (await follow(config, holds(*HASHES[:5]))).faults
+
+
+async def test_a_publisher_whose_socket_fails_begins_anew_and_a_reader_ends_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send, failed = PublisherSockets.send, threading.Event()
+
+    def fail_once(sockets: PublisherSockets, message: Message) -> None:
+        if not failed.is_set() and len(decode_batch(message[1]).events):
+            failed.set()
+            raise zmq.ZMQError(zmq.ENOTSOCK)
+        send(sockets, message)
+
+    config = config_at(tmp_path, replay=False)
+    async with publishing(config) as sink:
+        sink.publish([stored(0, 10)])
+        await follow(config, holds(*HASHES[:10]), replay=False)
+        monkeypatch.setattr(PublisherSockets, "send", fail_once)
+        sink.publish([removed(KEYS[5:10])])
+        await anyio.to_thread.run_sync(failed.wait, 10)
+        sink.publish([stored(20, 22)])
+        follower = await follow(config, holds(*HASHES[:5], *HASHES[20:22]), replay=False)
+        assert not follower.faults
+        assert (sink.describe()["failures"], sink.describe()["active"]) == (1, True)
+
+
+async def test_a_context_source_that_raises_loses_no_event(tmp_path: Path) -> None:
+    class Moody:
+        looks = 0
+
+        def find(self, key: PageKey) -> Origin | None:
+            self.looks += 1
+            if self.looks in (3, 12):  # while an event is told, and while a snapshot is
+                raise LookupError("not now")
+            return CONTEXTS.find(key)
+
+    contexts = Moody()
+    config = config_at(tmp_path)
+    async with open_services() as services:
+        sink = ZmqEventSink(config, contexts)
+        await sink.open(services)
+        sink.publish([stored(0, 10)])
+        follower = await follow(config, holds(*HASHES[:10]))
+        assert not follower.faults
+        assert sink.describe()["failures"] == 2
+        await sink.close(10)
+
+
+async def test_a_publisher_that_goes_on_failing_ends_at_its_close(tmp_path: Path) -> None:
+    class Broken:
+        def find(self, key: PageKey) -> Origin | None:
+            raise LookupError("never")
+
+    async with open_services() as services:
+        sink = ZmqEventSink(config_at(tmp_path), Broken())
+        await sink.open(services)
+        for _ in range(3):
+            sink.publish([stored(0, 10)])
+            await anyio.sleep(0.02)
+        await sink.close(10)
+        assert sink.describe()["active"] is False
 
 
 async def test_a_sequence_file_that_cannot_be_written_is_named_at_the_start(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import attrs
 
 from kvcr_actors.actors.confirmation import ConfirmationActor
-from kvcr_actors.actors.reading import PrefixReader
+from kvcr_actors.actors.filling import PageFiller
 from kvcr_actors.controller import CacheController
 from kvcr_actors.core.copy_plan import CopyPlan, Direction
 from kvcr_actors.devices.cpu import CpuDevice
@@ -91,7 +91,7 @@ def _is_restore(_device: CpuDevice, plan: CopyPlan, _fence: object) -> bool:
 _FAULTS: dict[str, Callable[[], Any]] = {
     "the launch of a backup raises": lambda: raises_once(CpuDevice, "submit"),
     "the end of a backup raises": lambda: raises_once(ConfirmationActor, "_settle"),
-    "the read of a prefix raises": lambda: raises_once(PrefixReader, "_fill"),
+    "the read of a prefix raises": lambda: raises_once(PageFiller, "begin"),
     "the launch of a restore raises": lambda: raises_once(CpuDevice, "submit", _is_restore),
     "goes by its own answer": goes_by_its_own_answer,
     "joins only for its own": joins_only_for_its_own,

@@ -84,6 +84,7 @@ def test_an_orphan_disturbs_no_other_operation(group: Group) -> None:
         assert agree(ranks, f"op {index}", 3, 2) == [2, 2]
     assert orphan.result() == 0
     assert [state["epoch"] for state in states(ranks)] == [0, 0]
+    assert [state["expired"] for state in states(ranks)] == [1, 0], "it is counted where somebody waited for it"
 
 
 def test_a_rank_that_is_slow_within_the_deadline_is_waited_for(group: Group) -> None:

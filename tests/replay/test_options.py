@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 
 from kvcr_actors.errors import ConfigError
 from kvcr_actors.replay.options import ReplayOptions
-from kvcr_actors.replay.trace import TraceRequest
+from kvcr_actors.replay.trace import TraceRequest, shipped_trace
 from kvcr_actors.types import WritePolicy
 
 
@@ -87,6 +89,16 @@ def test_the_effective_configuration_names_each_value_and_its_source() -> None:
     assert effective["write_policy"] == ("selective", "default")
     assert effective["sequential"] == ("no", "default")
     assert effective["trace"] == ("-", "default")
+
+
+def test_the_json_form_has_every_option_as_a_plain_value() -> None:
+    values = {"trace": Path("t.jsonl"), "store": "disk", "store_option": {"fsync": "true"}, "pools": ("kv", "swa")}
+    made = ReplayOptions(**values, write_policy="selective", limit=9, store_path=Path("pages")).to_json()
+    assert list(made) == [field.name for field in attrs.fields(ReplayOptions)]
+    assert made == json.loads(json.dumps(made))
+    assert made.items() >= {"trace": "t.jsonl", "limit": 9, "store_path": "pages", "write_policy": "selective"}.items()
+    assert (made["pools"], made["store_option"]) == (["kv", "swa"], {"fsync": "true"})
+    assert ReplayOptions().to_json()["trace"] == str(shipped_trace())
 
 
 def test_a_sequential_replay_runs_one_request_at_a_time() -> None:

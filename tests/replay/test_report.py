@@ -35,6 +35,7 @@ def healthy_report() -> ReplayReport:
     report.device = DevicePages(capacity=6, free=1, held=3, in_flight=2)
     report.events.index_matches = True
     report.timing = Timing(2.0, array("q", [1_000, 3_000, 2_000]))
+    report.peak_bytes = 3 << 20
     return report
 
 
@@ -71,6 +72,7 @@ def test_the_json_form_has_the_documented_keys() -> None:
         "device_pages": {"capacity": 6, "free": 1, "held": 3, "in_flight": 2},
         "events": {"published": 0, "index_matches": True},
         "timing": {"wall_s": 2.0, "blocks_per_s": 7.0, "scheduler_us_per_step": {"p50": 2.0, "p99": 3.0}},
+        "memory": {"peak_bytes": 3 << 20},
     }
 
 
@@ -152,7 +154,7 @@ def test_the_table_shows_every_tier_and_every_fault() -> None:
     output = io.StringIO()
     render(report, Console(file=output, width=160))
     text = output.getvalue()
-    for words in ("device", "host", "store", "cancelled 4", "unhealthy: 3 restored pages held wrong bytes"):
+    for words in ("device", "host", "store", "cancelled 4", "3 MiB", "unhealthy: 3 restored pages held wrong bytes"):
         assert words in text
 
 

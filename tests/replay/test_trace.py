@@ -18,8 +18,8 @@ def write_lines(path: Path, *records: object) -> Path:
 
 
 def test_requests_come_in_file_order_and_unknown_fields_are_ignored(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "t.jsonl", GOOD | {"timestamp": 9, "model": "x"}, GOOD | {"hash_ids": [1]})
-    assert read_trace(path) == [TraceRequest(9, 700, 3, (0, 7)), TraceRequest(0, 700, 3, (1,))]
+    path = write_lines(tmp_path / "t.jsonl", GOOD | {"timestamp": 9, "model": "x"}, GOOD | {"hash_ids": [1, 2]})
+    assert read_trace(path) == [TraceRequest(9, 700, 3, (0, 7)), TraceRequest(0, 700, 3, (1, 2))]
 
 
 def test_a_gzipped_trace_reads_like_a_plain_one(tmp_path: Path) -> None:
@@ -66,6 +66,8 @@ def test_the_limit_counts_requests_and_leaves_later_lines_unread(tmp_path: Path)
         (GOOD | {"timestamp": False}, "timestamp false"),
         (GOOD | {"input_length": -5}, "input_length -5"),
         (GOOD | {"output_length": None}, "output_length null"),
+        (GOOD | {"hash_ids": [0]}, "hash_ids has 1 of the 2 blocks that input_length 700 takes"),
+        (GOOD | {"input_length": 1_025}, "hash_ids has 2 of the 3 blocks that input_length 1025 takes; give an id for"),
     ],
 )
 def test_a_bad_line_is_named_with_its_file_and_number(tmp_path: Path, line: object, complaint: str) -> None:
@@ -74,6 +76,22 @@ def test_a_bad_line_is_named_with_its_file_and_number(tmp_path: Path, line: obje
         read_trace(path)
     assert str(caught.value).startswith(f"{path}, line 2: ")
     assert "\n" not in str(caught.value)
+
+
+def test_the_last_block_of_a_line_may_be_partial(tmp_path: Path) -> None:
+    whole, partial = GOOD | {"input_length": 1_024}, GOOD | {"input_length": 513}
+    assert [request.input_length for request in read_trace(write_lines(tmp_path / "t.jsonl", whole, partial))] == [
+        1_024,
+        513,
+    ]
+
+
+@pytest.mark.parametrize("name", ["conversation_trace.jsonl", "synthetic_trace.jsonl"])
+def test_a_published_trace_is_taken_to_its_last_line(name: str) -> None:
+    path = find_real_trace(name)
+    if path is None:
+        pytest.skip(f"{name} is not here; set KVCR_ACTORS_TRACES to the folder of the Mooncake traces")
+    assert len(read_trace(path)) == len(path.read_text().splitlines())
 
 
 def test_a_missing_file_a_folder_and_an_empty_file_are_refused(tmp_path: Path) -> None:
@@ -88,7 +106,7 @@ def test_a_missing_file_a_folder_and_an_empty_file_are_refused(tmp_path: Path) -
 
 
 def test_damaged_gzip_data_is_named_with_the_line_it_stops_at(tmp_path: Path) -> None:
-    packed = gzip.compress("".join(f"{json.dumps(GOOD | {'hash_ids': [n]})}\n" for n in range(20_000)).encode())
+    packed = gzip.compress("".join(f"{json.dumps(GOOD | {'hash_ids': [n, n + 1]})}\n" for n in range(20_000)).encode())
     path = tmp_path / "t.jsonl.gz"
     path.write_bytes(packed[: len(packed) // 2])
     with pytest.raises(TraceError, match=r"line \d{3,}: damaged gzip data"):

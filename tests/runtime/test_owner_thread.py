@@ -12,7 +12,7 @@ import pytest
 
 from kvcr_actors.errors import ControllerClosedError, DeadlineError
 from kvcr_actors.runtime.bell import LoopBell
-from kvcr_actors.runtime.owner_thread import OwnerThread
+from kvcr_actors.runtime.owner_thread import OwnerThread, close_threads
 
 pytestmark = [pytest.mark.anyio, pytest.mark.real_clock]
 
@@ -163,6 +163,47 @@ async def test_a_call_that_hangs_past_the_deadline_is_named_and_what_waits_behin
     with anyio.fail_after(WAIT_S):
         await owner.close(WAIT_S)
         assert await hanging.outcome() == "True"
+
+
+async def test_what_was_posted_behind_a_call_that_hangs_past_the_deadline_still_runs(services):
+    owner = OwnerThread("test-owner", services)
+    gate, ran = threading.Event(), []
+    owner.submit(lambda: str(gate.wait(WAIT_S)), to_text)
+    owner.post(lambda: ran.append(1))
+    behind = owner.submit(lambda: "never", to_text)
+    owner.post(lambda: ran.append(2))
+    for _ in range(2):
+        with pytest.raises(DeadlineError):
+            await owner.close(0.02)
+    assert behind.is_settled
+    gate.set()
+    with anyio.fail_after(WAIT_S):
+        await owner.close(WAIT_S)
+    assert ran == [1, 2]
+    assert owner.depth == 0
+
+
+async def test_threads_that_close_together_each_have_the_whole_time_and_only_the_late_are_named(services):
+    gate = threading.Event()
+    owners = [OwnerThread(f"test-owner-{number}", services) for number in range(3)]
+    for number in (0, 2):
+        owners[number].submit(lambda: str(gate.wait(WAIT_S)), to_text)
+    with pytest.raises(DeadlineError) as late:
+        await close_threads(owners, 0.2)
+    named = [name for name in ("test-owner-0", "test-owner-1", "test-owner-2") if name in str(late.value)]
+    assert named == ["test-owner-0", "test-owner-2"]
+    gate.set()
+    with anyio.fail_after(WAIT_S):
+        await close_threads(owners, WAIT_S)
+        await close_threads(owners, 0)  # all are over: no time is needed
+
+
+async def test_threads_close_at_once_so_that_one_may_wait_for_another(services):
+    owners = [OwnerThread(f"test-owner-{number}", services) for number in range(2)]
+    (last,) = (thread for thread in threading.enumerate() if thread.name == "test-owner-1")
+    operation = owners[0].submit(lambda: last.join(2) or str(last.is_alive()), to_text)
+    await close_threads(owners, WAIT_S)
+    assert await operation.outcome() == "False"
 
 
 async def test_an_idle_thread_keeps_nothing_of_its_last_call(services):

@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 
 import pytest
+import structlog
 
 from kvcr_actors.actors.state import LoopState
 from kvcr_actors.cli.app import run
 from kvcr_actors.core.prefetch_state import HeldPrefix
+from kvcr_actors.simulation.run import run_seed
+from kvcr_actors.simulation.world import SimulationOptions
 
 
 def test_a_healthy_run_prints_what_was_done_and_exits_with_0(capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,15 +69,19 @@ def test_processes_share_the_seeds_and_change_nothing_else(capsys: pytest.Captur
 
 
 def test_a_simulation_leaves_the_log_configuration_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    import structlog
-
-    from kvcr_actors.simulation.run import run_seed
-    from kvcr_actors.simulation.world import SimulationOptions
-
     before = structlog.get_config()
     monkeypatch.setattr(LoopState, "commit", None)
     assert run_seed(SimulationOptions(steps=30), 0).failure is not None
     assert structlog.get_config() == before
+
+
+def test_an_interrupt_in_the_middle_of_an_actor_is_no_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LoopState, "commit", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run_seed(SimulationOptions(steps=30, loop="trio"), 0)
 
 
 def _without_wall_time(text: str) -> str:

@@ -63,6 +63,8 @@ def test_a_killed_source_is_a_miss_and_its_slots_stay_claimed(start):
     assert again["operations"] == state["operations"], "a source that failed is not asked again at once"
     assert again["hints_refused"] == {"cooling": 1}
     assert_clean_exit(target, close_errors=1)
+    (late,) = (line for line in target.log.splitlines() if "kvcr.late" in line)
+    assert stored["endpoint"] in late, "the log names who did not answer"
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.1])
@@ -183,6 +185,7 @@ def test_pages_that_the_source_evicted_meanwhile_are_a_miss(start):
     assert (state["delivered"], state["unquiet_bytes"], state["claims_open"]) == (0, 0, 0)
     assert_clean_exit(target, close_errors=0)
     assert_clean_exit(source, close_errors=0)
+    assert f"{stored['endpoint']} refused 3 of 3 blocks" in target.log
 
 
 def test_a_close_with_an_operation_open_ends_in_time(start):

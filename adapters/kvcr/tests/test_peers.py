@@ -50,7 +50,10 @@ async def test_pages_that_the_source_lost_are_misses_beside_those_that_it_has():
         keys = chain("a", 4)
         await source.write(keys[:3], [3] * 3)
         target.store.begin_request("request", source.hint(keys))
-        assert await target.read(keys, [3] * 4) == "ooom"
+        with structlog.testing.capture_logs() as logs:
+            assert await target.read(keys, [3] * 4) == "ooom"
+        (lost,) = (line["reason"] for line in logs if line["event"] == "kvcr.not_delivered")
+        assert lost == f"{source.store.endpoint} refused 1 of 4 blocks"
         state = target.store.describe()
         assert (state["hinted"], state["delivered"], state["partial_deliveries"]) == (4, 3, 1)
 

@@ -28,7 +28,7 @@ def free_port() -> int:
 
 
 class WorkerProcess:
-    """Spoken to in JSON lines. Leaving the block kills it if it still runs.
+    """Spoken to in JSON lines. Leaving the block kills it if it still runs, and shows its log.
 
     Without `wait` it may still be starting: ranks wait for each other, so start them all, then `wait_ready` for each.
     Once it has ended, `log` is its standard error, and `last` what it said last.
@@ -55,10 +55,13 @@ class WorkerProcess:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self.process.poll() is None:
+        runs = self.process.poll() is None
+        if runs:
             self.process.send_signal(signal.SIGCONT)
             self.process.kill()
-        self.process.communicate()
+        _, log = self.process.communicate()
+        if runs:
+            print(f"the worker at port {self.port} did not quit; its log:\n{log}", file=sys.stderr)
 
     def send(self, **order: Any) -> None:
         """Give an order."""

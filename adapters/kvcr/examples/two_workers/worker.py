@@ -34,6 +34,7 @@ from kvcr_actors import (
     BackupNode,
     CacheLayout,
     PoolSpec,
+    PrefetchReady,
     PrefetchRequest,
     RestoreFinished,
     RestoreOrder,
@@ -48,7 +49,7 @@ from kvcr_actors.events.contexts import ContextTable
 from kvcr_actors.events.zmq import ZmqEventSink
 from kvcr_actors.ports import EventSink, Ranks
 from kvcr_actors.ranks.torch_distributed import TorchDistributedRanks
-from kvcr_actors.types import PageContext, PageKey
+from kvcr_actors.types import PageContext, PageKey, RequestId
 from kvcr_actors_kvcr import KvcrOptions, KvcrStore, RankGroup
 
 LAYERS, HEADS, HEAD_SIZE, BYTES, PAGE_TOKENS = 28, 8, 128, 2, 64
@@ -66,7 +67,8 @@ class Worker:
         self.tokens = list(range(arguments.tokens))
         self.salt = arguments.salt or None
         self.keys = self.keys_of(self.salt)
-        self.seed, self.requests, self.others, self.held = arguments.rank, 0, 0, ""
+        self.seed, self.requests, self.others = arguments.rank, 0, 0
+        self.held: RequestId = ""
         pages = len(self.keys)
         self.device = CpuDevice(self.layout, pages, HostPools(self.layout, arguments.host_pages or pages))
         namespace = Namespace(
@@ -101,43 +103,45 @@ class Worker:
             content = torch.randint(0, 256, (1, self.layout.page_bytes), dtype=torch.uint8, generator=generator)
             self.device.load(0, [page], content)
         node = BackupNode(1, tuple(self.keys), (range(len(self.keys)),), context=self.context)
-        await controller.backup([node])
+        ack = await controller.backup([node])
         await controller.wait_quiet()
         return {
+            "not_backed_up": [reason for _, reason in ack.failed],
             "endpoint": self.store.endpoint,
             "hashes": [router_key(key) for key in self.keys],
             "digests": self.digests(len(self.keys)),
             "stored_pages": len(self.store.contents()),
         }
 
-    async def find(self, controller: AsyncController, order: dict[str, Any]) -> tuple[str, int]:
-        """Prefetch the longest prefix that may be reused (the last token must be computed): request and pages."""
+    async def find(self, controller: AsyncController, order: dict[str, Any]) -> PrefetchReady:
+        """Prefetch the longest prefix that may be reused: the last token must be computed."""
         self.requests += 1
         request = f"request-{self.requests}"
         usable = (len(self.tokens) - 1) // PAGE_TOKENS
         keys = self.keys_of(order.get("salt") or self.salt)[:usable]
-        ready = await controller.prefetch(PrefetchRequest(request, keys, hints=order.get("hint")))
-        return request, ready.pages if ready.account is None else 0
+        return await controller.prefetch(PrefetchRequest(request, keys, hints=order.get("hint")))
 
     async def reuse(self, controller: AsyncController, order: dict[str, Any]) -> dict[str, Any]:
         """Restore what was found."""
         self.device.poison(0, range(len(self.keys)))
         started = anyio.current_time()
-        request, pages = await self.find(controller, order)
-        if pages:
-            restored = await controller.restore(RestoreOrder(request, 0, (range(pages),)))
-            pages = restored.pages if isinstance(restored, RestoreFinished) else 0
+        found = ended = await self.find(controller, order)
+        if found.account is None:
+            ended = await controller.restore(RestoreOrder(found.request_id, 0, (range(found.pages),)))
+        pages = ended.pages if isinstance(ended, RestoreFinished) else 0
         return {
             "tokens": len(self.tokens),
             "reused": pages * PAGE_TOKENS,
+            "not_reused": dict(ended.account.reasons) if ended.account else {},
             "digests": self.digests(pages),
             "seconds": anyio.current_time() - started,
         }
 
     async def hold(self, controller: AsyncController, order: dict[str, Any]) -> dict[str, Any]:
         """Keep what was found in host memory."""
-        self.held, pages = await self.find(controller, order)
-        return {"held": pages}
+        found = await self.find(controller, order)
+        self.held = found.request_id
+        return {"held": found.pages if found.account is None else 0}
 
     async def release(self, controller: AsyncController) -> dict[str, Any]:
         """Let go of what is held."""
@@ -175,6 +179,7 @@ class Worker:
                     "claims_open": claims.open,
                     "quarantined_claim_bytes": claims.quarantined_bytes,
                     "reasons": dict(controller.stats.reasons),
+                    "ranks": controller.describe()["ranks"],
                 }
             case _:
                 return None

@@ -81,8 +81,8 @@ class Confirmer:
             self._transfers.release(list(claims.values()))  # the answer came after the request's end
             return False
         request.claims |= claims
-        if len(claims) < len(call):
-            self._peers.note_failure(request.hint.endpoint, monotonic() - started)
+        if missing := sum(block.key not in claims for block in absent):
+            self._peers.note_missing(request.hint.endpoint, missing, len(absent), monotonic() - started)
         return len(claims) == len(call)
 
     def end_request(self, request: OpenRequest) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from time import monotonic
 
+import structlog
 from kvcr.types import CacheTier
 
 from kvcr_actors.core.keys import router_key
@@ -20,6 +21,8 @@ from kvcr_actors_kvcr.peers import Peers
 from kvcr_actors_kvcr.records import StoreCounters
 from kvcr_actors_kvcr.requests import OpenRequest
 from kvcr_actors_kvcr.transfers import Piece, Transfers, in_calls
+
+log = structlog.get_logger()
 
 
 class Mover:
@@ -263,10 +266,14 @@ class Mover:
         for piece, fine in zip(call, verified, strict=True):
             good[piece.index] = good[piece.index] and fine
             self._counters.damaged += entries[piece.block.key].success and not fine
-        if any(entries[piece.block.key].success for piece in call):
+        missing = sum(not entries[piece.block.key].success for piece in call)
+        if not missing:
             return None
-        self._counters.failed_deliveries += 1
-        return self._peers.note_failure(hint.endpoint, monotonic() - started)
+        self._counters.failed_deliveries += missing == len(call)
+        seconds = monotonic() - started
+        why = self._peers.note_missing(hint.endpoint, missing, len(call), seconds)
+        log.warning("kvcr.not_delivered", reason=why, seconds=round(seconds, 3))
+        return why
 
     def _piece_bytes(self, piece: Piece) -> int:
         return self._pages.page_bytes(piece.mask)

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from time import monotonic
 
+import structlog
+
 from kvcr_actors_kvcr.hints import HintRefusal
+
+log = structlog.get_logger()
 
 COOLING_S = 30.0
 
@@ -29,10 +33,13 @@ class Peers:
             return HintRefusal.COOLING
         return None
 
-    def note_failure(self, endpoint: str, seconds: float) -> str:
-        """Pause a peer that took the runner's whole deadline; a refusal that came in time says nothing about it."""
+    def note_missing(self, endpoint: str, missing: int, asked: int, seconds: float) -> str:
+        """Say what a peer was asked for and did not give.
+
+        One that took the runner's whole deadline is paused; a refusal that came in time says nothing about it.
+        """
         if seconds < self._operation_s:
-            return f"{endpoint} refused"
+            return f"{endpoint} refused {missing} of {asked} blocks"
         self.pause(endpoint)
         return f"{endpoint} did not answer in time; it is not asked for {COOLING_S:g} s"
 
@@ -41,3 +48,4 @@ class Peers:
         now = monotonic()
         self._paused = {other: until for other, until in self._paused.items() if until > now}
         self._paused[endpoint] = now + COOLING_S
+        log.warning("kvcr.peer_paused", peer=endpoint, seconds=COOLING_S)

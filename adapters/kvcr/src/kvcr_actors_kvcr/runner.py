@@ -249,9 +249,10 @@ class Runner:
         for job in self._running.values():
             if job.settle_at is not None and now >= job.settle_at and not job.settled:
                 self.counters.late_settled += 1
-                waits = job.waits
-                if waits is not None and waits.peer and now - job.waits_since >= self._limits.operation_s / 2:
-                    self._unanswered(waits.peer)  # before its own deadline: others need not wait for the same peer
+                peer, seconds = job.waits.peer if job.waits else "", now - job.waits_since
+                log.warning("kvcr.late", job=job.name, peer=peer, seconds=round(seconds, 3))
+                if peer and seconds >= self._limits.operation_s / 2:
+                    self._unanswered(peer)  # before its own deadline: others need not wait for the same peer
                 self._settle(job, job.late, quiet=False)
 
     def _settle(self, job: Job[Any], outcome: Any, *, quiet: bool) -> None:
