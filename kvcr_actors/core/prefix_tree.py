@@ -146,11 +146,6 @@ class PrefixTree(Generic[PageT]):
         page.pins -= 1
         self._offer(page)
 
-    def evict_one(self) -> PageT | None:
-        """Take out the policy's next victim; None if no page is evictable."""
-        pages = self.evict(1)
-        return pages[0] if pages else None
-
     def evict(self, count: int) -> list[PageT]:
         """Take out up to `count` pages, the policy's next victims, leaves first."""
         pages: list[PageT] = []

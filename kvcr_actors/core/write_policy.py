@@ -127,9 +127,7 @@ class WriteBook(Generic[PageT]):
 
     def _unsaved_victims(self, wanted: int) -> list[PageT]:
         """Of the next `wanted` pages that eviction would take, those without a backup. Nothing is changed."""
-        victims: list[PageT] = []
-        while len(victims) < wanted and (page := self._tree.evict_one()) is not None:
-            victims.append(page)
+        victims = self._tree.evict(wanted)
         for page in reversed(victims):
             self._tree.restore(page)
         return [page for page in victims if page.backup is Backup.NONE]

@@ -74,13 +74,11 @@ class DeviceTier:
 
     def make_room(self, count: int) -> bool:
         """Evict until `count` ids are free; False, with nothing changed, if that cannot be."""
-        victims: list[DevicePage] = []
-        while len(self._free) + len(victims) < count:
-            page = self._tree.evict_one()
-            if page is None:
-                self._put_back(victims)
-                return False
-            victims.append(page)
+        lacking = count - len(self._free)
+        victims = self._tree.evict(lacking)
+        if len(victims) < lacking:
+            self._put_back(victims)
+            return False
         if victims:
             self._events.append(BlocksRemoved(Tier.DEVICE, tuple(page.key for page in victims)))
             self.free([page.page_id for page in victims])

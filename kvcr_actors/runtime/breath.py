@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 PAGES_A_CALL = 32
-"""Pages that are reserved or committed by one call between two pauses: they share its cost, and take 0.1 to 0.3 ms."""
+"""Pages that are reserved or committed by one call between two pauses: enough to share its cost, and still short."""
 
 _CONTENDED_S = 0.001
 """A pause that took longer had to wait for the GIL: its holder is at work, not at its GPU."""

@@ -133,10 +133,7 @@ class SimEngine:
 
     def evict(self, pages: int) -> None:
         """Throw pages away, the least recently used leaves first; their bytes are poisoned on every rank."""
-        for _ in range(pages):
-            page = self._tree.evict_one()
-            if page is None:
-                return
+        for page in self._tree.evict(pages):
             self._release((page.page_id,))
 
     def rank_lost(self, rank: int) -> None:

@@ -28,10 +28,7 @@ def grow(tree: Tree, keys: str, parent: TreePage | None = None, *, ready: bool =
 
 
 def evict_all(tree: Tree) -> str:
-    keys = ""
-    while (page := tree.evict_one()) is not None:
-        keys += page.payload
-    return keys
+    return "".join(page.payload for page in tree.evict(len(tree)))
 
 
 def test_a_match_is_the_leading_run_of_ready_pages(tree: Tree) -> None:
@@ -64,7 +61,7 @@ def test_a_parent_is_never_older_than_the_child_that_left(tree: Tree) -> None:
     (pinned,) = grow(tree, "x")
     tree.pin(pinned)
     (child,) = grow(tree, "b", root)
-    assert tree.evict_one() is child
+    assert tree.evict(1) == [child]
     tree.unpin(pinned)
     assert evict_all(tree) == "xa"
 
@@ -119,8 +116,8 @@ def test_evictions_can_be_undone(tree: Tree) -> None:
     pages = grow(tree, "abc")
     grow(tree, "d", pages[0])
     tree.pin(pages[0])
-    gone = [tree.evict_one() for _ in range(3)]
-    assert tree.evict_one() is None
+    gone = tree.evict(3)
+    assert tree.evict(1) == []
     for page in reversed(gone):
         assert page is not None
         tree.restore(page)
@@ -268,14 +265,14 @@ class TreeMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 4))
     def evict_and_undo(self, count: int) -> None:
-        gone = [page for page in (self.tree.evict_one() for _ in range(count)) if page is not None]
+        gone = self.tree.evict(count)
         for page in reversed(gone):
             self.tree.restore(page)
 
     @rule()
     def evict(self) -> None:
         expected = min(self._evictable(), key=lambda page: self.used[page], default=None)
-        assert self.tree.evict_one() is expected
+        assert self.tree.evict(1) == ([] if expected is None else [expected])
         if expected is not None:
             del self.used[expected]
 
