@@ -91,6 +91,7 @@ if TYPE_CHECKING:
     from kvcr_actors.devices.cpu import CpuDevice, CpuFence
     from kvcr_actors.devices.cuda import CudaDevice
     from kvcr_actors.devices.cuda_runtime import CudaRuntime
+    from kvcr_actors.devices.foreign_host import ForeignHostPools
     from kvcr_actors.devices.host_memory import HostPools
     from kvcr_actors.events.zmq import ZmqEventSink
     from kvcr_actors.metrics import Gauges, Metrics
@@ -101,6 +102,7 @@ _AT_FIRST_USE = {
     "CpuFence": "kvcr_actors.devices.cpu",
     "CudaDevice": "kvcr_actors.devices.cuda",
     "CudaRuntime": "kvcr_actors.devices.cuda_runtime",
+    "ForeignHostPools": "kvcr_actors.devices.foreign_host",
     "Gauges": "kvcr_actors.metrics",
     "HostPools": "kvcr_actors.devices.host_memory",
     "Metrics": "kvcr_actors.metrics",
@@ -141,6 +143,7 @@ __all__ = [
     "EventEndpointError",
     "EventSink",
     "EventsConfig",
+    "ForeignHostPools",
     "Gauges",
     "HitPolicy",
     "HostMemory",

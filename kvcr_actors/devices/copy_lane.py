@@ -21,7 +21,7 @@ from kvcr_actors.devices.copy_program import (
     index_words,
 )
 from kvcr_actors.devices.cuda_runtime import CopyRuntime
-from kvcr_actors.devices.host_memory import HostPools
+from kvcr_actors.devices.host_memory import CopyMemory
 from kvcr_actors.devices.host_transfers import HostPairs, Transfers
 from kvcr_actors.devices.layer_groups import LayerGate, LayerGroups, OpenRestore, choose_groups
 from kvcr_actors.devices.pairs import check_pairs
@@ -74,7 +74,7 @@ class LaneParts(Generic[S, E]):
     runtime: CopyRuntime[S, E]
     table: PlaneTable
     mover: RowMover
-    host: HostPools
+    host: CopyMemory
     direct: frozenset[int]
     """Pools whose planes are large enough to be copied without staging."""
     layers: tuple[tuple[int, ...], ...]
@@ -144,13 +144,13 @@ class CopyLane(Generic[S, E]):
         pages, host = self._shared.table.pages, self._shared.host
         for copy in job.plan.pools:
             try:
-                pairs = check_pairs(self._layout, self._direction, copy, pages[copy.pool], host.slots)
+                pairs = check_pairs(self._layout, self._direction, copy, pages[copy.pool], host.slots_of(copy.pool))
             except DeviceError as error:
                 job.failed[copy.pool] = str(error)
                 continue
             if len(pairs):
-                page_bytes = self._layout.pools[copy.pool].page_bytes
-                copies.append(HostPairs(pairs, page_bytes, host.chunk_slots(copy.pool)))
+                spec = self._layout.pools[copy.pool]
+                copies.append(HostPairs(pairs, spec.page_bytes, spec.plane_bytes, host.runs(copy.pool)))
         return copies
 
     def _launch(self, job: CopyJob[E], copies: list[HostPairs], taken: list[Region[E]]) -> None:
@@ -237,14 +237,11 @@ class CopyLane(Generic[S, E]):
                     job.failed[piece.pairs.pool] = f"pool {self._layout.pools[piece.pairs.pool].name}: {error}"
 
     def _transfers(self, piece: Piece, base: int) -> Transfers:
-        pairs, (plane, planes) = piece.pairs, piece.range
-        plane_bytes, host = self._layout.pools[pairs.pool].plane_bytes, self._shared.host.address(pairs.pool)
+        pairs, planes = piece.pairs, range(piece.range[0], sum(piece.range))
         if pairs.pool in self._shared.direct:
             table = self._shared.table
-            addresses, stride = table.addresses[pairs.pool], table.strides[pairs.pool]
-            return pairs.direct_transfers(range(plane, plane + planes), plane_bytes, addresses, stride, host)
-        staging = self._address + base + piece.offset
-        return pairs.transfers(piece.start, piece.end, plane * plane_bytes, piece.row_bytes, staging, host)
+            return pairs.direct_transfers(planes, table.addresses[pairs.pool], table.strides[pairs.pool])
+        return pairs.transfers(piece.start, piece.end, planes, self._address + base + piece.offset)
 
     def _run_transfers(self, transfers: Transfers) -> None:
         to_host = self._direction is Direction.TO_HOST
@@ -252,8 +249,11 @@ class CopyLane(Generic[S, E]):
             host, staging = transfers.host, transfers.staging
             targets, sources = (host, staging) if to_host else (staging, host)
             self._runtime.copy(self._copies, targets, sources, transfers.sizes)
-        for row, address, width, rows, pitch in transfers.pitched:  # a restore's alone: a backup moves whole pages
-            self._runtime.copy_pitched(self._copies, row, width, address, pitch, width, rows)
+        for staged, staged_pitch, host_row, host_pitch, width, rows in transfers.pitched:
+            if to_host:
+                self._runtime.copy_pitched(self._copies, host_row, host_pitch, staged, staged_pitch, width, rows)
+            else:
+                self._runtime.copy_pitched(self._copies, staged, staged_pitch, host_row, host_pitch, width, rows)
 
     def _end_of_streams(self) -> E | None:
         """An event behind all that both streams were given; None if they are idle, or the device is lost."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import attrs
 import torch
 
 from kvcr_actors.core.copy_plan import CopyPlan, Direction, PoolCopy
-from kvcr_actors.devices.host_memory import POISON_BYTE, HostPools
+from kvcr_actors.devices.host_memory import POISON_BYTE, CopyMemory
 from kvcr_actors.devices.pairs import Pairs, check_pairs, is_one_run, word_type
+from kvcr_actors.devices.row_mover import PlaneTable
 from kvcr_actors.errors import ConfigError, DeadlineError, DeviceError
 from kvcr_actors.ports import CopyOutcome, Description, Services
 from kvcr_actors.runtime.operation import Operation
@@ -36,21 +38,34 @@ class CpuFence:
             raise DeadlineError(f"the fence was not set within {deadline_s} s; nothing was copied")
 
 
-@attrs.frozen
-class _PoolViews:
-    """One pool as the copy threads see it: device [pages, planes, words] and host [slots, planes, words]."""
+@attrs.frozen(eq=False)
+class _Segment:
+    """Planes that lie together on both sides: device [pages, planes, words] and host [slots, planes, words]."""
 
     device: torch.Tensor
     host: torch.Tensor
-    page_bytes: int
+
+
+@attrs.frozen(eq=False)
+class _Pool:
+    """One pool as the copy threads see it."""
+
+    segments: tuple[_Segment, ...]
+    pages: int
+    slots: int
+    is_dense: bool
+    """Whether neighbouring slots are one stretch of memory, in every segment."""
     staging_pages: int
 
 
 class CpuDevice:
-    """The `Device` port over pools of `pages` pages (a number, or one a pool), layer-first like an engine's.
+    """The `Device` port on a CPU: over pools of its own, or over an engine's tensors.
+
+    `pages` (a number, or one a pool) makes layer-first pools of so many pages. `planes[pool][plane]` are an engine's
+    own tensors instead, whose first dimension is the page (see `PlaneTable`); they must outlive every copy.
 
     Plans of one direction run in order on a thread of their own, so that a backup whose fence is not set holds up no
-    restore: each pool's pages are gathered by one index operation a slice, in slices of at most `staging_bytes` where
+    restore: pages are gathered by one index operation a slice and segment, in slices of at most `staging_bytes` where
     host slots are scattered. A pool that fails leaves the others unharmed. Copies behind a fence that is not set within
     `fence_deadline_s` fail as a whole.
     """
@@ -58,15 +73,15 @@ class CpuDevice:
     def __init__(
         self,
         layout: CacheLayout,
-        pages: int | Sequence[int],
-        host: HostPools,
+        pages: int | Sequence[int] | None = None,
+        host: CopyMemory | None = None,
         *,
+        planes: Sequence[Sequence[torch.Tensor]] | None = None,
         staging_bytes: int = 16 << 20,
         fence_deadline_s: float = 30.0,
     ) -> None:
-        counts = [pages] * len(layout.pools) if isinstance(pages, int) else list(pages)
-        if len(counts) != len(layout.pools) or min(counts) < 1:
-            raise ConfigError(f"pages: {pages}; give one positive number, or one for each of {len(layout.pools)} pools")
+        if host is None:
+            raise ConfigError("host: give the host pools that the device copies to and from")
         if host.layout != layout:
             raise ConfigError("the host pools were made for another layout than the device")
         self.layout = layout
@@ -74,13 +89,11 @@ class CpuDevice:
         self.submits = 0
         self.backup_submits = 0
         self._fence_deadline_s = fence_deadline_s
-        self._pools = [
-            torch.zeros((pool.planes, count, pool.plane_bytes), dtype=torch.uint8)
-            for pool, count in zip(layout.pools, counts, strict=True)
-        ]
+        self._blocks = _own_pools(layout, pages, planes)
+        """For each pool its planes, as few tensors uint8 [pages, planes, plane_bytes] as can be."""
         size = max(staging_bytes, *(pool.page_bytes for pool in layout.pools))
         self._staging = {direction: torch.empty(size, dtype=torch.uint8) for direction in Direction}
-        self._views = [self._make_views(pool, size) for pool in range(len(layout.pools))]
+        self._pools = [self._make_pool(pool, size) for pool in range(len(layout.pools))]
         self._threads: dict[Direction, OwnerThread] = {}
         self._closing: tuple[OwnerThread, ...] = ()
 
@@ -115,34 +128,44 @@ class CpuDevice:
 
     def describe(self) -> Description:
         """State for people."""
-        pools = {spec.name: pool.shape[1] for spec, pool in zip(self.layout.pools, self._pools, strict=True)}
+        pools = {spec.name: pool.pages for spec, pool in zip(self.layout.pools, self._pools, strict=True)}
         return {"device": "cpu", "submits": self.submits, "pages": pools, "open": bool(self._threads)}
 
     def pool_view(self, pool: int) -> torch.Tensor:
-        """The pool as the engine owns it: uint8 [planes, pages, plane_bytes]."""
-        return self._pools[pool]
+        """A pool of the device's own as the engine sees it: uint8 [planes, pages, plane_bytes]."""
+        blocks = self._blocks[pool]
+        if len(blocks) != 1:
+            raise ConfigError(
+                f"pool {self.layout.pools[pool].name}: its planes are the engine's own tensors; use those"
+            )
+        return blocks[0].transpose(0, 1)
 
     def load(self, pool: int, pages: Sequence[int], content: torch.Tensor) -> None:
         """Write pages as the engine would: `content` is uint8 [n, page_bytes], a page's planes one after the other."""
-        view = self._views[pool]
-        index = torch.tensor(pages, dtype=torch.int64)
-        view.device.index_copy_(0, index, content.view(view.device.dtype).view(len(pages), *view.device.shape[1:]))
+        index, spec, first = torch.tensor(pages, dtype=torch.int64), self.layout.pools[pool], 0
+        rows = content.view(len(pages), spec.planes, spec.plane_bytes)
+        for block in self._blocks[pool]:
+            block.index_copy_(0, index, rows[:, first : first + block.shape[1]])
+            first += block.shape[1]
 
     def gather(self, pool: int, pages: Sequence[int]) -> torch.Tensor:
         """Read pages as uint8 [n, page_bytes], a copy."""
-        rows = torch.index_select(self._views[pool].device, 0, torch.tensor(pages, dtype=torch.int64))
-        return rows.view(torch.uint8).view(len(pages), self._views[pool].page_bytes)
+        index = torch.tensor(pages, dtype=torch.int64)
+        rows = [torch.index_select(block, 0, index) for block in self._blocks[pool]]
+        return torch.cat(rows, dim=1).view(len(pages), self.layout.pools[pool].page_bytes)
 
     def poison(self, pool: int, pages: Sequence[int]) -> None:
         """Overwrite pages that the engine gave up, so that a use after free shows as wrong bytes."""
-        self._pools[pool].index_fill_(1, torch.tensor(pages, dtype=torch.int64), POISON_BYTE)
+        index = torch.tensor(pages, dtype=torch.int64)
+        for block in self._blocks[pool]:
+            block.index_fill_(0, index, POISON_BYTE)
 
-    def _make_views(self, pool: int, staging_bytes: int) -> _PoolViews:
-        spec = self.layout.pools[pool]
-        dtype = word_type(spec.plane_bytes)
-        host = self.host.tensor(pool).view(self.host.slots, spec.planes, spec.plane_bytes)
-        device = self._pools[pool].view(dtype).transpose(0, 1)
-        return _PoolViews(device, host.view(dtype), spec.page_bytes, staging_bytes // spec.page_bytes)
+    def _make_pool(self, pool: int, staging_bytes: int) -> _Pool:
+        spec, blocks = self.layout.pools[pool], self._blocks[pool]
+        segments = tuple(_segments(blocks, self.host.views(pool)))
+        pages, slots = blocks[0].shape[0], self.host.slots_of(pool)
+        is_dense = all(segment.host.is_contiguous() for segment in segments)
+        return _Pool(segments, pages, slots, is_dense, staging_bytes // spec.page_bytes)
 
     def _run(self, plan: CopyPlan, fence: CpuFence | None) -> CopyOutcome:
         """On its direction's thread: wait for the fence, then copy pool by pool."""
@@ -163,34 +186,78 @@ class CpuDevice:
 
     def _copy(self, direction: Direction, copy: PoolCopy) -> int:
         """Copy one pool's pairs and return the slices that it took."""
-        view = self._views[copy.pool]
-        pairs = check_pairs(self.layout, direction, copy, view.device.shape[0], self.host.slots)
+        pool = self._pools[copy.pool]
+        pairs = check_pairs(self.layout, direction, copy, pool.pages, pool.slots)
         count = len(pairs)
-        step = count if pairs.one_run else view.staging_pages
+        step = count if pairs.one_run and pool.is_dense else pool.staging_pages
         starts = range(0, count, step)
         for start in starts:
-            self._copy_slice(direction, pairs, start, min(count, start + step))
+            for segment in pool.segments:
+                self._copy_slice(direction, segment, pairs, start, min(count, start + step))
         return len(starts)
 
-    def _copy_slice(self, direction: Direction, pairs: Pairs, start: int, end: int) -> None:
-        view = self._views[pairs.pool]
+    def _copy_slice(self, direction: Direction, segment: _Segment, pairs: Pairs, start: int, end: int) -> None:
         pages, slots = torch.as_tensor(pairs.device_pages[start:end]), torch.as_tensor(pairs.host_slots[start:end])
-        one_run = pairs.one_run or is_one_run(pairs.host_slots[start:end])
-        if one_run:
-            # Neighbouring slots are their own staging: one operation, no second pass over the bytes.
-            first = int(pairs.host_slots[start])
-            rows = view.host[first : first + end - start]
-        else:
-            rows = self._staging[direction][: (end - start) * view.page_bytes].view(view.host.dtype)
-            rows = rows.view(end - start, *view.host.shape[1:])
+        first, count = int(pairs.host_slots[start]), end - start
+        # Neighbouring slots are their own staging: one operation, no second pass over the bytes.
+        rows = segment.host[first : first + count]
+        in_place = (pairs.one_run or is_one_run(pairs.host_slots[start:end])) and rows.is_contiguous()
+        if not in_place:
+            shape = segment.host.shape[1:]
+            size = count * shape.numel() * segment.host.element_size()
+            rows = self._staging[direction][:size].view(segment.host.dtype).view(count, *shape)
         if direction is Direction.TO_HOST:
-            torch.index_select(view.device, 0, pages, out=rows)
-            if not one_run:
-                view.host.index_copy_(0, slots, rows)
+            torch.index_select(segment.device, 0, pages, out=rows)
+            if not in_place:
+                segment.host.index_copy_(0, slots, rows)
         else:
-            if not one_run:
-                torch.index_select(view.host, 0, slots, out=rows)
-            view.device.index_copy_(0, pages, rows)
+            if not in_place:
+                torch.index_select(segment.host, 0, slots, out=rows)
+            segment.device.index_copy_(0, pages, rows)
+
+
+def _own_pools(
+    layout: CacheLayout, pages: int | Sequence[int] | None, planes: Sequence[Sequence[torch.Tensor]] | None
+) -> list[list[torch.Tensor]]:
+    """Each pool's planes as tensors uint8 [pages, planes, plane_bytes]: one of the device's own, or the engine's."""
+    if (pages is None) == (planes is None):
+        raise ConfigError("give either `pages`, for pools of the device's own, or `planes`, the engine's tensors")
+    if planes is not None:
+        table = PlaneTable(layout, planes)
+        if table.device.type != "cpu":
+            raise ConfigError(f"planes on {table.device}: a CpuDevice copies for pools on a CPU, CudaDevice on a GPU")
+        return [[rows.unsqueeze(1) for rows in of_pool] for of_pool in table.rows()]
+    assert pages is not None  # noqa: S101 - for the type checker
+    counts = [pages] * len(layout.pools) if isinstance(pages, int) else list(pages)
+    if len(counts) != len(layout.pools) or min(counts) < 1:
+        raise ConfigError(f"pages: {pages}; give one positive number, or one for each of {len(layout.pools)} pools")
+    return [
+        [torch.zeros((pool.planes, count, pool.plane_bytes), dtype=torch.uint8).transpose(0, 1)]
+        for pool, count in zip(layout.pools, counts, strict=True)
+    ]
+
+
+def _segments(device: Sequence[torch.Tensor], host: Sequence[torch.Tensor]) -> Iterator[_Segment]:
+    """Cut planes where a tensor of either side ends, and view both in the widest words that fit."""
+    devices, hosts = _by_plane(device), _by_plane(host)
+    first = 0
+    while first < len(devices):
+        (block, at), (run, slot_at) = devices[first], hosts[first]
+        planes = min(block.shape[1] - at, run.shape[1] - slot_at)
+        one, other = block[:, at : at + planes], run[:, slot_at : slot_at + planes]
+        dtype = word_type(math.gcd(*_distances(one), *_distances(other)))
+        yield _Segment(one.view(dtype), other.view(dtype))
+        first += planes
+
+
+def _by_plane(blocks: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
+    """For each plane the tensor that holds it, and its place in there."""
+    return [(block, at) for block in blocks for at in range(block.shape[1])]
+
+
+def _distances(block: torch.Tensor) -> tuple[int, ...]:
+    """Everything that words must divide: where a uint8 tensor begins, its rows' length and how far apart they are."""
+    return (int(block.storage_offset()), block.shape[2], block.stride(0), block.stride(1))
 
 
 def _all_failed(plan: CopyPlan, error: str) -> CopyOutcome:

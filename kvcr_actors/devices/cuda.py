@@ -11,7 +11,7 @@ import torch
 from kvcr_actors.core.copy_plan import CopyPlan, Direction
 from kvcr_actors.devices.copy_lane import CopyJob, CopyLane, LaneParts
 from kvcr_actors.devices.cuda_runtime import CopyRuntime, CudaRuntime
-from kvcr_actors.devices.host_memory import HostPools
+from kvcr_actors.devices.host_memory import CopyMemory
 from kvcr_actors.devices.layer_groups import MAX_GROUPS, LayerGate, check_layers
 from kvcr_actors.devices.row_mover import PlaneTable, RowMover, make_mover
 from kvcr_actors.errors import ConfigError, DeadlineError, DeviceError
@@ -47,7 +47,7 @@ class CopyEngine(Generic[S, E]):
         self,
         layout: CacheLayout,
         planes: Sequence[Sequence[torch.Tensor]],
-        host: HostPools,
+        host: CopyMemory,
         runtime: CopyRuntime[S, E],
         *,
         layers: Sequence[Sequence[int]] | None = None,
@@ -205,7 +205,7 @@ class CudaDevice(CopyEngine[torch.cuda.Stream, torch.cuda.Event]):
     """A `CopyEngine` on a GPU; `registrar=CudaRuntime(device)` registers its host pools."""
 
     def __init__(
-        self, layout: CacheLayout, planes: Sequence[Sequence[torch.Tensor]], host: HostPools, **options: Any
+        self, layout: CacheLayout, planes: Sequence[Sequence[torch.Tensor]], host: CopyMemory, **options: Any
     ) -> None:
         device = PlaneTable(layout, planes).device
         if device.type != "cuda":

@@ -17,7 +17,9 @@ from typing import Protocol
 import torch
 
 from kvcr_actors.devices.host_limits import explain_shortage, memory_limits
+from kvcr_actors.devices.host_transfers import HostRun
 from kvcr_actors.errors import ConfigError, DeviceError, NoHostMemoryError
+from kvcr_actors.ports import HostMemory
 from kvcr_actors.types import CacheLayout
 
 POISON_BYTE = 0xDB
@@ -37,6 +39,27 @@ class Registrar(Protocol):
 
     def unregister(self, address: int) -> None:
         """Undo the registration that began at `address`."""
+        ...
+
+
+class CopyMemory(HostMemory, Protocol):
+    """Host memory that a device copies to and from: where the planes of each slot lie, as tensors and as addresses."""
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether a copy engine knows the memory."""
+        ...
+
+    def slots_of(self, pool: int) -> int:
+        """Slots of one pool."""
+        ...
+
+    def views(self, pool: int) -> Sequence[torch.Tensor]:
+        """The pool's runs, as uint8 [slots, planes, plane_bytes], which together hold its planes in their order."""
+        ...
+
+    def runs(self, pool: int) -> Sequence[HostRun]:
+        """The same runs as addresses."""
         ...
 
 
@@ -97,6 +120,21 @@ class HostPools:
     def buffer(self, pool: int) -> memoryview:
         """The pool's bytes, flat and writable."""
         return self._buffers[pool]
+
+    def slots_of(self, pool: int) -> int:
+        """Slots of one pool: as many as of each other."""
+        del pool
+        return self.slots
+
+    def views(self, pool: int) -> Sequence[torch.Tensor]:
+        """The pool as one run, uint8 [slots, planes, plane_bytes]."""
+        spec = self.layout.pools[pool]
+        return (self._tensors[pool].view(self.slots, spec.planes, spec.plane_bytes),)
+
+    def runs(self, pool: int) -> Sequence[HostRun]:
+        """The pool as one run of whole pages."""
+        spec = self.layout.pools[pool]
+        return (HostRun(0, spec.planes, self.address(pool), spec.page_bytes, self._chunk_slots[pool]),)
 
     def address(self, pool: int) -> int:
         """Where the pool's slot 0 begins."""

@@ -65,6 +65,13 @@ class PlaneTable:
         """Where the planes are."""
         return self.planes[0][0].device
 
+    def rows(self) -> list[list[torch.Tensor]]:
+        """Every plane as uint8 [pages, plane_bytes], pool by pool."""
+        return [
+            [_as_rows(plane, spec.plane_bytes) for plane in of_pool]
+            for spec, of_pool in zip(self.layout.pools, self.planes, strict=True)
+        ]
+
     def alignment(self) -> int:
         """The largest power of two up to 16 that divides every plane's address, size and stride."""
         addresses = [address for of_pool in self.addresses for address in of_pool.tolist()]
@@ -112,10 +119,7 @@ class TorchMover:
     def __init__(self, table: PlaneTable) -> None:
         self.tile = TileShape(1, _TILE_BYTES, 1)
         self._table = table
-        self._rows = [
-            [_as_rows(plane, spec.plane_bytes) for plane in of_pool]
-            for spec, of_pool in zip(table.layout.pools, table.planes, strict=True)
-        ]
+        self._rows = table.rows()
 
     def move(self, part: EncodedPart, plan: torch.Tensor, staging: torch.Tensor, *, to_staging: bool) -> None:
         """Move plane by plane."""

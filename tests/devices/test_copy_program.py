@@ -8,7 +8,7 @@ import pytest
 
 from kvcr_actors.core.copy_plan import CopyPlan, Direction, plan_copy
 from kvcr_actors.devices.copy_program import HEADER_FIELDS, TileShape, cut_parts, encode, index_words
-from kvcr_actors.devices.host_transfers import PITCHED_PAGES, HostPairs
+from kvcr_actors.devices.host_transfers import PITCHED_PAGES, HostPairs, HostRun, Transfers
 from kvcr_actors.devices.pairs import check_pairs
 from kvcr_actors.devices.staging_ring import StagingRing
 from kvcr_actors.errors import DeviceError
@@ -18,13 +18,17 @@ LAYOUT = CacheLayout((PoolSpec("kv", 4, 8), PoolSpec("swa", 2, 24), PoolSpec("ma
 WHOLE = [tuple((0, pool.planes) for pool in LAYOUT.pools)]
 
 
+HOST = 1_000_000
+
+
 def pairs_of(plan: CopyPlan, chunk_slots: int = 1 << 30) -> list[HostPairs]:
-    return [
-        HostPairs(
-            check_pairs(LAYOUT, plan.direction, copy, 1000, 1000), LAYOUT.pools[copy.pool].page_bytes, chunk_slots
-        )
-        for copy in plan.pools
-    ]
+    found: list[HostPairs] = []
+    for copy in plan.pools:
+        spec = LAYOUT.pools[copy.pool]
+        pairs = check_pairs(LAYOUT, plan.direction, copy, 1000, 1000)
+        run = HostRun(0, spec.planes, HOST, spec.page_bytes, chunk_slots)
+        found.append(HostPairs(pairs, spec.page_bytes, spec.plane_bytes, [run]))
+    return found
 
 
 def plan_of(*slots: list[int]) -> CopyPlan:
@@ -52,7 +56,10 @@ def test_a_pool_begins_at_a_multiple_of_sixteen_bytes_since_the_kernel_moves_as_
     layout = CacheLayout((PoolSpec("odd", 1, 100), PoolSpec("kv", 4, 8)))
     plan = plan_copy(Direction.TO_HOST, [((range(3), range(3)), (range(3), range(3)))])
     pairs = [check_pairs(layout, plan.direction, copy, 3, 3) for copy in plan.pools]
-    copies = [HostPairs(of_pool, layout.pools[of_pool.pool].page_bytes, 3) for of_pool in pairs]
+    copies = [
+        HostPairs(of_pool, layout.pools[of_pool.pool].page_bytes, layout.pools[of_pool.pool].plane_bytes, [])
+        for of_pool in pairs
+    ]
     (part,) = cut_parts(layout, copies, [((0, 1), (0, 4))], 1 << 20)
     assert [piece.offset for piece in part.pieces] == [0, 304]
 
@@ -96,32 +103,86 @@ def test_transfers_name_each_byte_once_whatever_the_runs(seed: int) -> None:
     (pairs,) = pairs_of(plan_of(slots, [], []), chunk)
     start = rng.choice([0, 0, 5])
     end = rng.choice([len(slots), len(slots), 40])
-    column, width = rng.choice([(0, 32), (8, 16), (24, 8)])
-    transfers = pairs.transfers(start, end, column, width, 10_000, 1_000_000)
-    seen: dict[int, int] = {}
-    rows = list(zip(transfers.staging, transfers.host, transfers.sizes, strict=True))
-    for row, address, row_bytes, count, pitch in transfers.pitched:
-        rows += [(row + number * row_bytes, address + number * pitch, row_bytes) for number in range(count)]
-        assert (address - 1_000_000) // (32 * chunk) == (address + (count - 1) * pitch - 1_000_000) // (32 * chunk)
-    for staging, host, size in rows:
-        assert (host - 1_000_000) // (32 * chunk) == (host + size - 1 - 1_000_000) // (32 * chunk)
-        for offset in range(size):
-            assert staging + offset not in seen
-            seen[staging + offset] = host + offset
-    expected = {
-        10_000 + index * width + offset: 1_000_000 + slots[start + index] * 32 + column + offset
+    planes = rng.choice([range(4), range(1, 3), range(3, 4)])
+    width = len(planes) * 8
+    transfers = pairs.transfers(start, end, planes, 10_000)
+    for _, _, address, pitch, _, count in transfers.pitched:
+        assert (address - HOST) // (32 * chunk) == (address + (count - 1) * pitch - HOST) // (32 * chunk)
+    for _, host, size in rows_of(transfers):
+        assert (host - HOST) // (32 * chunk) == (host + size - 1 - HOST) // (32 * chunk)
+    assert bytes_of(transfers) == {
+        10_000 + index * width + offset: HOST + slots[start + index] * 32 + planes.start * 8 + offset
         for index in range(end - start)
         for offset in range(width)
     }
-    assert seen == expected
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_memory_of_others_is_copied_byte_for_byte_and_no_copy_crosses_a_border(seed: int) -> None:
+    rng = random.Random(seed)
+    slots = sorted(rng.sample(range(60), 40))
+    # A page has four planes of 8 bytes; they lie in runs of their own, with gaps behind the slots or none.
+    cuts = rng.choice([[4], [1, 1, 1, 1], [3, 1], [2, 2]])
+    runs: list[HostRun] = []
+    where: dict[tuple[int, int], int] = {}
+    borders = np.array(sorted(rng.sample(range(100_000, 110_000), 60)), np.int64) if rng.random() < 0.8 else None
+    first, address = 0, 100_000
+    for planes in cuts:
+        pitch = planes * 8 + rng.choice([0, 0, 24])
+        runs.append(HostRun(first, planes, address, pitch, borders=borders))
+        for slot in range(60):
+            for plane in range(planes):
+                where[slot, first + plane] = address + slot * pitch + plane * 8
+        first, address = first + planes, address + 60 * pitch + rng.randrange(64)
+    (copy,) = plan_of(slots, [], []).pools
+    pairs = HostPairs(check_pairs(LAYOUT, Direction.TO_HOST, copy, 1000, 1000), 32, 8, runs)
+    start, end = rng.choice([(0, 40), (5, 31)])
+    planes = rng.choice([range(4), range(1, 3), range(3, 4)])
+    transfers = pairs.transfers(start, end, planes, 500)
+    if borders is not None:
+        for _, host, size in rows_of(transfers):
+            assert not ((borders > host) & (borders < host + size)).any()
+        for _, _, host, pitch, width, rows in transfers.pitched:
+            assert not ((borders > host) & (borders < host + (rows - 1) * pitch + width)).any()
+    assert bytes_of(transfers) == {
+        500 + index * len(planes) * 8 + plane * 8 + offset: where[slots[start + index], planes.start + plane] + offset
+        for index in range(end - start)
+        for plane in range(len(planes))
+        for offset in range(8)
+    }
+    addresses = np.array([10_000, 20_000, 30_000, 40_000], np.int64)
+    direct = pairs.direct_transfers(planes, addresses, 16)
+    assert bytes_of(direct) == {
+        int(addresses[plane]) + page * 16 + offset: where[slot, plane] + offset
+        for page, slot in zip(copy.device_pages, copy.host_slots, strict=True)
+        for plane in planes
+        for offset in range(8)
+    }
+
+
+def rows_of(transfers: Transfers) -> list[tuple[int, int, int]]:
+    rows = list(zip(transfers.staging, transfers.host, transfers.sizes, strict=True))
+    for staging, staging_pitch, host, host_pitch, width, count in transfers.pitched:
+        rows += [(staging + row * staging_pitch, host + row * host_pitch, width) for row in range(count)]
+    return rows
+
+
+def bytes_of(transfers: Transfers) -> dict[int, int]:
+    """Where in host memory each staging byte belongs."""
+    seen: dict[int, int] = {}
+    for staging, host, size in rows_of(transfers):
+        for offset in range(size):
+            assert staging + offset not in seen
+            seen[staging + offset] = host + offset
+    return seen
 
 
 def test_one_run_is_one_copy() -> None:
     (pairs,) = pairs_of(plan_of(list(range(5, 50)), [], []))
-    whole = pairs.transfers(0, 45, 0, 32, 0, 0)
-    assert (whole.staging, whole.host, whole.sizes, whole.pitched) == ([0], [160], [45 * 32], [])
-    column = pairs.transfers(0, 45, 8, 16, 0, 0)
-    assert (column.sizes, column.pitched) == ([], [(0, 168, 16, 45, 32)])
+    whole = pairs.transfers(0, 45, range(4), 0)
+    assert (whole.staging, whole.host, whole.sizes, whole.pitched) == ([0], [HOST + 160], [45 * 32], [])
+    column = pairs.transfers(0, 45, range(1, 3), 0)
+    assert (column.sizes, column.pitched) == ([], [(0, 16, HOST + 168, 32, 16, 45)])
 
 
 def test_a_region_comes_after_every_region_that_it_overlaps() -> None:
