@@ -138,7 +138,7 @@ async def submits() -> list[Row]:
                 plan = rig.plans(direction, nodes)[0]
                 await rig.check([plan])
                 before = rig.copier.submits
-                outcome = await rig.copier.submit(plan, None).outcome()
+                outcome = await rig.copier.submit(plan).outcome()
                 counted = rig.copier.submits - before
                 timing = await rig.measure([plan], 7)
                 rows.append(
@@ -163,11 +163,11 @@ async def trace() -> list[Row]:
         for nodes in (1, 16, 64, 256):
             for direction, name in BOTH:
                 plan = rig.plans(direction, nodes)[0]
-                await rig.copier.submit(plan, None).outcome()
+                await rig.copier.submit(plan).outcome()
                 activities = [torch.profiler.ProfilerActivity.CUDA]
                 before = rig.copier.submits
                 with torch.profiler.profile(activities=activities) as profile:
-                    await rig.copier.submit(plan, None).outcome()
+                    await rig.copier.submit(plan).outcome()
                     torch.cuda.synchronize()
                 on_device = [event.name for event in profile.events() or () if "cuda" in str(event.device_type).lower()]
                 seen = Counter(name.split(" (")[0] for name in on_device if "Sync" not in name)

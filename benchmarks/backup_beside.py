@@ -137,7 +137,7 @@ async def _burst(rig: Rig, plan: CopyPlan) -> int:
     async def copy() -> None:
         nonlocal moved
         while time.perf_counter() < end:
-            outcome = await rig.copier.submit(plan, None).outcome()
+            outcome = await rig.copier.submit(plan).outcome()
             assert outcome.failed == {}
             moved += outcome.bytes
 
@@ -166,7 +166,7 @@ async def idle() -> list[Row]:
             thread, loop = (sorted(delay[side] for delay in delays) for side in range(2))
             busy, wall = time.process_time(), time.perf_counter()
             for _ in range(10):
-                await rig.copier.submit(plan, rig.fence_behind(100.0)).outcome()
+                await rig.copier.submit(plan, (rig.fence_behind(100.0),)).outcome()
                 await asyncio.sleep(0.1)
             share = (time.process_time() - busy) / (time.perf_counter() - wall)
             rows.append(
@@ -188,7 +188,7 @@ async def _notice_us(rig: Rig, plan: CopyPlan) -> tuple[float, float]:
     """Microseconds from the end that a spinning thread sees to the waiting thread, and to the outcome on the loop."""
     seen: list[float] = []
     rig.runtime.reference = None
-    operation = rig.copier.submit(plan, rig.fence_behind(8.0))
+    operation = rig.copier.submit(plan, (rig.fence_behind(8.0),))
     await _until(lambda: rig.runtime.reference is not None)
     reference = rig.runtime.reference
     assert reference is not None

@@ -247,7 +247,7 @@ def run_arm(arm: str, model: DecodeModel, host: HostPools, work_s: float, repeti
         outcome = Scheduler(model, nodes, work_s, controller, arm).run()
         controller.wait_quiet(60)
         _take_acks(controller.take(), deque())
-        outcome.submits = device.backup_submits
+        outcome.submits = controller.stats.backup.submits
         outcome.bytes = controller.stats.backup.bytes
         outcome.restored, outcome.mismatches = check_restores(controller, model, nodes)
     return outcome

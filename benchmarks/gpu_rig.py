@@ -201,7 +201,7 @@ class Rig:
             else:
                 host.fill_(POISON_BYTE)
         for plan in plans:
-            outcome = await self.copier.submit(plan, None).outcome()
+            outcome = await self.copier.submit(plan).outcome()
             assert outcome.failed == {}, outcome.failed
         for plan in plans:
             for copy in plan.pools:
@@ -221,7 +221,7 @@ class Rig:
         for _ in range(repeats):
             self.launch_us.clear()
             begin = time.perf_counter()
-            operations = [self.copier.submit(plan, None) for plan in plans]
+            operations = [self.copier.submit(plan) for plan in plans]
             caller.append((time.perf_counter() - begin) * 1e6)
             for operation in operations:
                 await operation.outcome()
@@ -233,7 +233,7 @@ class Rig:
     async def device_seconds(self, plans: Sequence[CopyPlan]) -> float:
         """Seconds from the fence to the last end, with the launch done while the device was busy."""
         fence = self.fence_behind(3.0, plans[0].direction)
-        for operation in [self.copier.submit(plan, fence) for plan in plans]:
+        for operation in [self.copier.submit(plan, (fence,)) for plan in plans]:
             await operation.outcome()
         return fence.elapsed_time(self.runtime.ends[-1]) / 1e3
 
@@ -254,7 +254,7 @@ class Rig:
     async def group_seconds(self, plan: CopyPlan) -> tuple[float, float]:
         """Of a restore: seconds from the fence to the first layer group and to the last."""
         fence = self.fence_behind(3.0, plan.direction)
-        await self.copier.submit(plan, fence).outcome()
+        await self.copier.submit(plan, (fence,)).outcome()
         ends = self.runtime.ends
         return fence.elapsed_time(ends[0]) / 1e3, fence.elapsed_time(ends[-1]) / 1e3
 

@@ -65,11 +65,15 @@ class HostMemory(Protocol):
 
 @attrs.frozen
 class CopyOutcome:
-    """How a submit ended. `failed` maps a pool's index to its error; the other pools' bytes are in place."""
+    """How a submit ended. `failed` maps a pool's index to its error; the other pools' bytes are in place.
+
+    `launches` counts what the plan was to the copy engine: 1, or 0 if it was refused before that.
+    """
 
     bytes: int
     slices: int = 1
     failed: Mapping[int, str] = attrs.field(factory=dict[int, str])
+    launches: int = 1
 
 
 class Device(Protocol):
@@ -85,22 +89,12 @@ class Device(Protocol):
         """The host pools that it copies to and from."""
         ...
 
-    @property
-    def submits(self) -> int:
-        """Launches so far, one a plan, counted at the launch."""
-        ...
-
-    @property
-    def backup_submits(self) -> int:
-        """Of those, the launches that copied to the host."""
-        ...
-
     async def open(self, services: Services) -> None:
         """Start the copy engine."""
         ...
 
-    def submit(self, plan: CopyPlan, fence: object | None) -> Operation[CopyOutcome]:
-        """Launch one plan; its copies wait on the device for `fence`, never the caller.
+    def submit(self, plan: CopyPlan, fences: Sequence[object] = ()) -> Operation[CopyOutcome]:
+        """Launch one plan; its copies wait on the device for every one of `fences`, never the caller.
 
         A failed launch is an outcome, not an exception. Plans of one direction run in order of submission.
         """

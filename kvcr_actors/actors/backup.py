@@ -83,10 +83,13 @@ class BackupActor:
         device, totals = self._state.device, self._state.stats.backup
         totals.steps += 1
         totals.nodes += len(staging.copied)
-        launched = device.backup_submits
-        copy = device.submit(plan_copy(Direction.TO_HOST, staging.parts), step.fence)
-        totals.submits += device.backup_submits - launched
+        fences = () if step.fence is None else (step.fence,)
+        copy = device.submit(plan_copy(Direction.TO_HOST, staging.parts), fences)
+        copy.when_settled(self._count_launches)
         return copy
+
+    def _count_launches(self, outcome: CopyOutcome) -> None:
+        self._state.stats.backup.submits += outcome.launches
 
     def _hand_over(self, started: CopyStarted) -> bool:
         """Pass the copy on; False, and its nodes are acknowledged as failed, if the confirmation takes no more."""

@@ -92,7 +92,7 @@ class RestoreActor:
             copying = [one for one in taken if one.order.count]
             if copying:
                 plan = plan_copy(Direction.TO_DEVICE, [(one.order.pages, one.slots) for one in copying])
-                copy = state.device.submit(plan, step.fence)
+                copy = state.device.submit(plan, () if step.fence is None else (step.fence,))
                 state.stats.restore_submits += 1
                 self._tasks.start_soon(self._follow, copy, copying, name="restore")
                 self._open.add(copy)

@@ -43,7 +43,7 @@ class CopyJob(Generic[E]):
     """One submit on its way. The launching thread fills it and sets `launched`; then the waiting thread owns it."""
 
     plan: CopyPlan
-    fence: E | None
+    fences: tuple[E, ...]
     restore: OpenRestore[E] | None
     operation: Operation[CopyOutcome] = attrs.field(factory=Operation[CopyOutcome])
     launched: threading.Event = attrs.field(factory=threading.Event)
@@ -167,8 +167,8 @@ class CopyLane(Generic[S, E]):
         regions = [self._ring.take(part.size) for part in parts]
         taken += regions
         encoded, plan = self._upload(parts, [region.offset for region in regions], copies, taken)
-        if job.fence is not None:
-            self._runtime.wait(self._kernels, job.fence)
+        for fence in job.fences:
+            self._runtime.wait(self._kernels, fence)
         ends: dict[int, E] = {}
         for part, region in zip(encoded, regions, strict=True):
             move = self._gather if self._direction is Direction.TO_HOST else self._scatter
@@ -190,8 +190,8 @@ class CopyLane(Generic[S, E]):
         """Host copies, then kernel. Copies into staging need not wait for the last reader of the pages."""
         for event in region.events_before():
             self._runtime.wait(self._copies, event)
-        if part.part.direct and job.fence is not None:
-            self._runtime.wait(self._copies, job.fence)
+        for fence in job.fences if part.part.direct else ():
+            self._runtime.wait(self._copies, fence)
         self._copy(job, part)
         self._runtime.wait(self._kernels, self._runtime.record(self._copies))
         self._launch_kernel(part, plan)

@@ -87,7 +87,6 @@ class CpuDevice:
         self.layout = layout
         self.host = host
         self.submits = 0
-        self.backup_submits = 0
         self._fence_deadline_s = fence_deadline_s
         self._blocks = _own_pools(layout, pages, planes)
         """For each pool its planes, as few tensors uint8 [pages, planes, plane_bytes] as can be."""
@@ -101,19 +100,21 @@ class CpuDevice:
         """Start the copy threads."""
         self._threads = {way: OwnerThread(f"kvcr-cpu-{way.value}", services) for way in Direction}
 
-    def submit(self, plan: CopyPlan, fence: object | None) -> Operation[CopyOutcome]:
-        """Queue one plan behind a `CpuFence` or none; its direction's thread waits for the fence, not the caller."""
-        if fence is not None and not isinstance(fence, CpuFence):
-            return Operation[CopyOutcome].finished(
-                _all_failed(plan, f"fence: a CpuFence or None, not {type(fence).__name__}")
-            )
+    def submit(self, plan: CopyPlan, fences: Sequence[object] = ()) -> Operation[CopyOutcome]:
+        """Queue one plan behind any number of `CpuFence`; its direction's thread waits for them, not the caller."""
+        awaited: list[CpuFence] = []
+        for fence in fences:
+            if not isinstance(fence, CpuFence):
+                return Operation[CopyOutcome].finished(
+                    _refused(plan, f"fence: give CpuFence, not {type(fence).__name__}")
+                )
+            awaited.append(fence)
         thread = self._threads.get(plan.direction)
         if thread is None:
-            return Operation[CopyOutcome].finished(_all_failed(plan, "the device is not open"))
+            return Operation[CopyOutcome].finished(_refused(plan, "the device is not open"))
         self.submits += 1
-        self.backup_submits += plan.direction is Direction.TO_HOST
         return thread.submit(
-            lambda: self._run(plan, fence), lambda error: _all_failed(plan, f"the copy thread failed: {error!r}")
+            lambda: self._run(plan, awaited), lambda error: _all_failed(plan, f"the copy thread failed: {error!r}")
         )
 
     async def close(self, deadline_s: float) -> None:
@@ -167,13 +168,13 @@ class CpuDevice:
         is_dense = all(segment.host.is_contiguous() for segment in segments)
         return _Pool(segments, pages, slots, is_dense, staging_bytes // spec.page_bytes)
 
-    def _run(self, plan: CopyPlan, fence: CpuFence | None) -> CopyOutcome:
-        """On its direction's thread: wait for the fence, then copy pool by pool."""
-        if fence is not None:
-            try:
+    def _run(self, plan: CopyPlan, fences: Sequence[CpuFence]) -> CopyOutcome:
+        """On its direction's thread: wait for the fences, then copy pool by pool."""
+        try:
+            for fence in fences:
                 fence.wait(self._fence_deadline_s)
-            except DeadlineError as error:
-                return _all_failed(plan, str(error))
+        except DeadlineError as error:
+            return _all_failed(plan, str(error))
         copied, slices = 0, 0
         failed: dict[int, str] = {}
         for copy in plan.pools:
@@ -262,3 +263,7 @@ def _distances(block: torch.Tensor) -> tuple[int, ...]:
 
 def _all_failed(plan: CopyPlan, error: str) -> CopyOutcome:
     return CopyOutcome(0, failed={copy.pool: error for copy in plan.pools})
+
+
+def _refused(plan: CopyPlan, error: str) -> CopyOutcome:
+    return attrs.evolve(_all_failed(plan, error), launches=0)

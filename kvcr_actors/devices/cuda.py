@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+import attrs
 import torch
 
 from kvcr_actors.core.copy_plan import CopyPlan, Direction
@@ -77,7 +78,6 @@ class CopyEngine(Generic[S, E]):
         self.layout = layout
         self.host = host
         self.submits = 0
-        self.backup_submits = 0
         self._runtime = runtime
         self._gate = LayerGate[E]()
         self._table = table
@@ -108,19 +108,18 @@ class CopyEngine(Generic[S, E]):
         self._services = services
         self._launcher = launcher
 
-    def submit(self, plan: CopyPlan, fence: object | None) -> Operation[CopyOutcome]:
+    def submit(self, plan: CopyPlan, fences: Sequence[object] = ()) -> Operation[CopyOutcome]:
         """Hand one plan to the launching thread; the operation ends when its last byte is in place."""
         launcher = self._launcher
         if launcher is None:
             return _failed(plan, "the device is not open")
         try:
-            event = None if fence is None else self._runtime.as_event(fence)
+            events = tuple(self._runtime.as_event(fence) for fence in fences)
         except (DeviceError, RuntimeError) as error:
             return _failed(plan, f"fence: {error}")
         self.submits += 1
-        self.backup_submits += plan.direction is Direction.TO_HOST
         restore = self._gate.expect() if plan.direction is Direction.TO_DEVICE else None
-        job = CopyJob(plan, event, restore)
+        job = CopyJob(plan, events, restore)
         self._open.add(job)
         if self._launch_on_caller:
             with self._runtime.selected():
@@ -218,7 +217,7 @@ def _all_failed(plan: CopyPlan, error: str) -> CopyOutcome:
 
 
 def _failed(plan: CopyPlan, error: str) -> Operation[CopyOutcome]:
-    return Operation[CopyOutcome].finished(_all_failed(plan, error))
+    return Operation[CopyOutcome].finished(attrs.evolve(_all_failed(plan, error), launches=0))
 
 
 def _abandon(job: CopyJob[Any], error: Exception) -> None:

@@ -91,7 +91,6 @@ class _Run:
         """Close the books, once the controller is closed."""
         report, index, claims = self._report, self._index, self.controller.claims
         report.take_stats(self.controller.stats)
-        report.backup.submits = self._device.backup_submits
         report.peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
         report.claims = ClaimResult(claims.taken, claims.released, claims.open, claims.quarantined)
         report.events.index_matches = not index.anomalies and all(

@@ -46,11 +46,11 @@ class SimDevice(LoopDevice):
         self._seed_faults = faults
         self._rank = rank
 
-    def submit(self, plan: CopyPlan, fence: object | None) -> Operation[CopyOutcome]:
+    def submit(self, plan: CopyPlan, fences: Sequence[object] = ()) -> Operation[CopyOutcome]:
         """Start one plan, or raise as no device should: it ends an incarnation of the backup actor."""
         if plan.direction is Direction.TO_HOST and self._seed_faults.fires(self._rank, "to_host", "raise"):
             raise InjectedError("injected: the launch raised")
-        return super().submit(plan, fence)
+        return super().submit(plan, fences)
 
     def adopt(self, other: SimDevice) -> None:
         """Take over what the device before, which is closed, holds in its pages."""

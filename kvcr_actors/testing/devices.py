@@ -19,7 +19,7 @@ from kvcr_actors.types import CacheLayout
 @attrs.frozen
 class _Job:
     plan: CopyPlan
-    fence: anyio.Event | None
+    fences: Sequence[anyio.Event]
     operation: Operation[CopyOutcome]
     fault: Fault | None
     before: anyio.Event | None
@@ -49,7 +49,6 @@ class LoopDevice:
         self.layout = layout
         self.host = host
         self.submits = 0
-        self.backup_submits = 0
         self.faults = FaultPlan() if faults is None else faults
         self._pages = pages
         self._latency_s = latency_s
@@ -66,18 +65,20 @@ class LoopDevice:
         """Start to take submits."""
         self._services = services
 
-    def submit(self, plan: CopyPlan, fence: object | None) -> Operation[CopyOutcome]:
-        """Start one plan behind an `anyio.Event`, or None."""
+    def submit(self, plan: CopyPlan, fences: Sequence[object] = ()) -> Operation[CopyOutcome]:
+        """Start one plan behind any number of `anyio.Event`."""
         if self._services is None:
-            return Operation[CopyOutcome].finished(_all_failed(plan, "the device is not open"))
-        if fence is not None and not isinstance(fence, anyio.Event):
-            return Operation[CopyOutcome].finished(_all_failed(plan, f"fence: {fence!r} is not an anyio.Event"))
+            return _refused(plan, "the device is not open")
+        awaited: list[anyio.Event] = []
+        for fence in fences:
+            if not isinstance(fence, anyio.Event):
+                return _refused(plan, f"fence: {fence!r} is not an anyio.Event")
+            awaited.append(fence)
         fault = self.faults.decide(plan.direction.value)
         if fault is Fault.FAIL:
-            return Operation[CopyOutcome].finished(_all_failed(plan, "injected: the launch failed"))
+            return _refused(plan, "injected: the launch failed")
         self.submits += 1
-        self.backup_submits += plan.direction is Direction.TO_HOST
-        job = _Job(plan, fence, Operation(), fault, self._last.get(plan.direction), anyio.Event())
+        job = _Job(plan, awaited, Operation(), fault, self._last.get(plan.direction), anyio.Event())
         self._last[plan.direction] = job.over
         self._running[job.over] = None
         self._services.spawn(lambda: self._run(job), f"loop-device-{plan.direction.value}-{self.submits}")
@@ -119,8 +120,8 @@ class LoopDevice:
 
     async def _run(self, job: _Job) -> None:
         try:
-            if job.fence is not None:
-                await job.fence.wait()
+            for fence in job.fences:
+                await fence.wait()
             if job.before is not None:
                 await job.before.wait()
             if job.fault is Fault.STALL:
@@ -195,3 +196,7 @@ class LoopDevice:
 
 def _all_failed(plan: CopyPlan, error: str) -> CopyOutcome:
     return CopyOutcome(0, failed={copy.pool: error for copy in plan.pools})
+
+
+def _refused(plan: CopyPlan, error: str) -> Operation[CopyOutcome]:
+    return Operation[CopyOutcome].finished(attrs.evolve(_all_failed(plan, error), launches=0))

@@ -29,14 +29,14 @@ async def test_scenario_44_any_number_of_nodes_of_a_step_are_one_submit_and_one_
     rig = Rig(host_slots=128)
     async with rig.running():
         for nodes in (1, 8, 64):
-            before = rig.device.backup_submits
+            before = rig.stats.backup.submits
             ack = await rig.back_up(*(rig.node(chain(f"{nodes}/{n}", 1)) for n in range(nodes)))
             assert ack is not None
             assert len(ack.node_ids) == nodes
-            assert rig.device.backup_submits == before + 1
+            assert rig.stats.backup.submits == before + 1
         await rig.quiet()
     rig.check()
-    assert rig.stats.backup.steps == rig.stats.backup.submits == rig.device.backup_submits == 3
+    assert rig.stats.backup.steps == rig.stats.backup.submits == rig.device.submits == 3
 
 
 async def test_steps_that_wait_together_are_never_merged_and_keep_their_own_fences() -> None:
@@ -53,7 +53,7 @@ async def test_steps_that_wait_together_are_never_merged_and_keep_their_own_fenc
             ack = await rig.ack(step)
             assert ack is not None
             assert not ack.failed
-        assert rig.device.backup_submits == 2
+        assert rig.stats.backup.submits == 2
         await rig.quiet()
     rig.check()
 

@@ -55,7 +55,7 @@ async def test_children_of_a_page_that_failed_for_good_are_not_written_and_a_lat
         assert ack is not None
         assert not ack.failed
         await rig.quiet()
-        assert rig.device.backup_submits == 1
+        assert rig.stats.backup.submits == 1
         assert rig.store.contents() == set(keys)
         rig.forget_host()
         finished = await rig.restored("r", keys)

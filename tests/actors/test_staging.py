@@ -77,7 +77,7 @@ async def test_a_step_of_many_small_paths_and_chains_is_one_submit_of_right_byte
         nodes += [member.node(200 + number, keys) for number, keys in enumerate(paths)]
         ack = await member.back_up(*nodes)
         assert (sorted(ack.node_ids), ack.failed) == ([node.node_id for node in nodes], ())
-        assert member.device.backup_submits == 1
+        assert member.device.submits == 1
         for number, keys in enumerate(paths):
             assert (await member.prefetch(number, keys)).pages == 6
             await member.restore(number, keys)

@@ -46,7 +46,7 @@ async def test_both_directions_move_exactly_the_pages_of_the_plan(name: str, run
             pools = range(len(layout.pools))
             hosts = [device.host.tensor(pool).clone() for pool in pools]
             pages = [device.pool_view(pool).clone() for pool in pools]
-            outcome = await device.submit(plan, None).outcome()
+            outcome = await device.submit(plan).outcome()
             assert outcome.failed == {}
             assert outcome.bytes == plan.bytes_for(layout)
             for pool in pools:
@@ -65,7 +65,7 @@ async def test_one_slot_can_be_restored_to_two_pages() -> None:
     device = make_device(layout)
     async with open_services() as services:
         await device.open(services)
-        outcome = await device.submit(plan_copy(Direction.TO_DEVICE, [(([4, 9],), ([7, 7],))]), None).outcome()
+        outcome = await device.submit(plan_copy(Direction.TO_DEVICE, [(([4, 9],), ([7, 7],))])).outcome()
         await device.close(5)
     assert outcome.failed == {}
     assert torch.equal(device.gather(0, [4, 9]), device.host.tensor(0)[[7, 7]])
@@ -78,7 +78,7 @@ async def test_a_copy_waits_for_its_fence_and_the_caller_does_not() -> None:
     async with open_services() as services:
         await device.open(services)
         fence = CpuFence()
-        operation = device.submit(plan, fence)
+        operation = device.submit(plan, (fence,))
         late = random_bytes((1, layout.pools[0].page_bytes))
         with anyio.move_on_after(0.05):
             await operation.outcome()
@@ -109,7 +109,7 @@ async def backups_behind_a_late_kernel(rounds: int) -> int:
                     device.load(0, pages, pattern)
                     fence.set()
 
-                operation = device.submit(plan, fence)
+                operation = device.submit(plan, (fence,))
                 launched = stream.submit(kernel)
                 assert (await operation.outcome()).failed == {}
                 wrong += not torch.equal(device.host.tensor(0)[:4], pattern)
@@ -137,9 +137,9 @@ async def test_a_copy_behind_a_fence_holds_up_none_of_the_other_direction(held: 
     async with open_services() as services:
         await device.open(services)
         fence = CpuFence()
-        waiting, behind = device.submit(plans[held], fence), device.submit(plans[held], None)
+        waiting, behind = device.submit(plans[held], (fence,)), device.submit(plans[held])
         with anyio.fail_after(10):
-            assert (await device.submit(plans[free], None).outcome()).failed == {}
+            assert (await device.submit(plans[free]).outcome()).failed == {}
         assert not waiting.is_settled
         assert not behind.is_settled
         fence.set()
@@ -148,13 +148,29 @@ async def test_a_copy_behind_a_fence_holds_up_none_of_the_other_direction(held: 
         await device.close(5)
 
 
+async def test_a_copy_waits_for_each_of_its_fences() -> None:
+    device, fences = make_device(LAYOUTS["one_plane"]), (CpuFence(), CpuFence())
+    async with open_services() as services:
+        await device.open(services)
+        operation = device.submit(plan_copy(Direction.TO_HOST, [(([3],), ([5],))]), fences)
+        fences[0].set()
+        await anyio.sleep(0.02)
+        assert not operation.is_settled
+        late = random_bytes((1, 256))
+        device.load(0, [3], late)
+        fences[1].set()
+        assert (await operation.outcome()).failed == {}
+        await device.close(5)
+    assert torch.equal(device.host.views(0)[0][5].flatten(), late[0])
+
+
 async def test_a_fence_that_is_never_set_fails_the_submit_and_copies_nothing() -> None:
     device = make_device(LAYOUTS["hybrid"], fence_deadline_s=0.01)
     before = device.host.tensor(0).clone()
     async with open_services() as services:
         await device.open(services)
         outcome = await device.submit(
-            random_plan(random.Random(1), device.layout, Direction.TO_HOST, 3, PAGES, SLOTS), CpuFence()
+            random_plan(random.Random(1), device.layout, Direction.TO_HOST, 3, PAGES, SLOTS), (CpuFence(),)
         ).outcome()
         await device.close(5)
     assert set(outcome.failed) == {0, 1, 2}
@@ -181,7 +197,7 @@ async def test_a_pool_with_bad_pairs_fails_alone(pages: list[int], slots: list[i
     plan = CopyPlan(Direction.TO_HOST, (good, PoolCopy(1, array("q", pages), array("q", slots))))
     async with open_services() as services:
         await device.open(services)
-        outcome = await device.submit(plan, None).outcome()
+        outcome = await device.submit(plan).outcome()
         await device.close(5)
     assert set(outcome.failed) == {1}
     assert word in outcome.failed[1]
@@ -193,12 +209,12 @@ async def test_a_pool_with_bad_pairs_fails_alone(pages: list[int], slots: list[i
 async def test_a_wrong_fence_or_a_closed_device_is_an_outcome_not_an_exception() -> None:
     device = make_device(LAYOUTS["one_plane"])
     plan = plan_copy(Direction.TO_HOST, [(([1],), ([1],))])
-    assert "not open" in (await device.submit(plan, None).outcome()).failed[0]
+    assert "not open" in (await device.submit(plan).outcome()).failed[0]
     async with open_services() as services:
         await device.open(services)
-        assert "fence" in (await device.submit(plan, "a string").outcome()).failed[0]
+        assert "fence" in (await device.submit(plan, ("a string",)).outcome()).failed[0]
         await device.close(5)
-    assert "not open" in (await device.submit(plan, None).outcome()).failed[0]
+    assert "not open" in (await device.submit(plan).outcome()).failed[0]
     assert device.submits == 0
 
 
@@ -208,7 +224,7 @@ async def test_close_waits_for_copies_and_names_those_that_do_not_end() -> None:
     async with open_services() as services:
         await device.open(services)
         fence = CpuFence()
-        operation = device.submit(plan, fence)
+        operation = device.submit(plan, (fence,))
         for _ in range(2):  # the second must not say that all is over either
             with pytest.raises(DeadlineError, match="kvcr-cpu-to_host"):
                 await device.close(0.01)

@@ -42,7 +42,7 @@ async def test_both_directions_move_exactly_the_pages_of_the_plan(
         for direction in Direction:
             plan = random_plan(rng, layout, direction, count, PAGES, SLOTS, run=run)
             expected = bench.expect(plan)
-            outcome = await bench.device.submit(plan, None).outcome()
+            outcome = await bench.device.submit(plan).outcome()
             assert outcome.failed == {}
             assert outcome.bytes == plan.bytes_for(layout)
             bench.check(expected)
@@ -69,7 +69,7 @@ async def test_large_planes_go_without_staging_and_behind_the_fence(seed: int, d
                     old.copy_(pool)
 
             bench.runtime.engine_runs(engine)
-            operation = bench.device.submit(plan, bench.runtime.engine)
+            operation = bench.device.submit(plan, (bench.runtime.engine,))
             assert (await operation.outcome()).failed == {}
             pools = range(len(layout.pools))
             assert all(torch.equal(seen[pool], written[pool]) for pool in pools)
@@ -87,7 +87,7 @@ async def test_a_plan_of_large_planes_alone_launches_no_kernel() -> None:
         await bench.device.open(services)
         bench.runtime.calls.clear()
         plan = plan_copy(Direction.TO_HOST, [(([-1], [-1], [3]), ([-1], [-1], [7]))])
-        assert (await bench.device.submit(plan, None).outcome()).failed == {}
+        assert (await bench.device.submit(plan).outcome()).failed == {}
         await bench.device.close(5)
     assert (bench.runtime.calls["launch"], bench.runtime.calls["copy"]) == (0, 1)
     assert torch.equal(bench.host.tensor(2)[7], bench.pools[2][:, 3].flatten())
@@ -101,7 +101,7 @@ async def test_a_step_is_one_submit_one_upload_one_launch_and_one_batch(nodes: i
     async with open_services() as services:
         await bench.device.open(services)
         bench.runtime.calls.clear()
-        outcome = await bench.device.submit(plan_copy(Direction.TO_HOST, parts), None).outcome()
+        outcome = await bench.device.submit(plan_copy(Direction.TO_HOST, parts)).outcome()
         await bench.device.close(5)
     assert bench.device.submits == 1
     assert outcome.slices == 1
@@ -122,7 +122,7 @@ async def test_a_plan_larger_than_the_ring_goes_in_slices(direction: Direction) 
         await bench.device.open(services)
         bench.runtime.calls.clear()
         expected = bench.expect(plan)
-        outcome = await bench.device.submit(plan, None).outcome()
+        outcome = await bench.device.submit(plan).outcome()
         bench.check(expected)
         await bench.device.close(5)
     assert outcome.slices == bench.runtime.calls["launch"] > 10
@@ -143,7 +143,7 @@ async def test_layer_groups_bring_their_part_of_each_page_over_runs_of_any_lengt
             await bench.device.open(services)
             bench.runtime.calls.clear()
             expected = bench.expect(plan)
-            assert (await bench.device.submit(plan, None).outcome()).failed == {}
+            assert (await bench.device.submit(plan).outcome()).failed == {}
             bench.check(expected)
             await bench.device.close(5)
         if chunk_bytes > 8192:
@@ -157,7 +157,7 @@ async def test_layer_groups_that_fit_the_ring_together_are_one_slice(monkeypatch
     async with open_services() as services:
         await bench.device.open(services)
         bench.runtime.calls.clear()
-        outcome = await bench.device.submit(plan, None).outcome()
+        outcome = await bench.device.submit(plan).outcome()
         await bench.device.close(5)
     assert bench.runtime.calls["launch"] > 1
     assert outcome.slices == 1
@@ -186,7 +186,7 @@ async def test_many_submits_of_both_directions_in_any_legal_order_move_the_right
             )
             hosts, _ = bench.expect(out)
             _, pools = bench.expect(back)
-            operations = [bench.device.submit(plan, None) for plan in (out, back)]
+            operations = [bench.device.submit(plan) for plan in (out, back)]
             assert [(await operation.outcome()).failed for operation in operations] == [{}, {}]
             bench.check((hosts, pools))
         await bench.device.close(5)
@@ -202,7 +202,8 @@ async def backup_behind_a_late_writer(seed: int, *, fenced: bool, by_stream: boo
         await bench.device.open(services)
         bench.runtime.engine_runs(lambda: bench.pools[0].copy_(written))
         fence = bench.runtime.engine if by_stream else bench.runtime.record(bench.runtime.engine)
-        await bench.device.submit(plan, fence if fenced else None).outcome()
+        early = bench.runtime.record(bench.runtime.stream())
+        await bench.device.submit(plan, (early, fence) if fenced else (early,)).outcome()
         bench.runtime.finish()
         await bench.device.close(5)
     return torch.equal(bench.host.tensor(0)[:PAGES], written[0])
@@ -224,7 +225,7 @@ async def restore_over_a_late_reader(seed: int, *, fenced: bool) -> bool:
         await bench.device.open(services)
         bench.runtime.engine_runs(lambda: seen.copy_(bench.pools[0]))
         fence = bench.runtime.record(bench.runtime.engine)
-        await bench.device.submit(plan, fence if fenced else None).outcome()
+        await bench.device.submit(plan, (fence,) if fenced else ()).outcome()
         bench.runtime.finish()
         await bench.device.close(5)
     return torch.equal(old, seen)
@@ -243,7 +244,7 @@ async def test_a_staging_region_is_not_filled_before_its_last_user_is_through(mo
         async with open_services() as services:
             await bench.device.open(services)
             hosts, _ = bench.expect(plan)
-            await bench.device.submit(plan, None).outcome()
+            await bench.device.submit(plan).outcome()
             await bench.device.close(5)
         return torch.equal(bench.host.tensor(0), hosts[0])
 
@@ -270,7 +271,7 @@ async def test_an_engine_that_waits_for_a_layer_reads_restored_bytes(monkeypatch
 
         async with open_services() as services:
             await bench.device.open(services)
-            operation = bench.device.submit(plan, None)
+            operation = bench.device.submit(plan)
             for layer in range(4):
                 if waits:
                     bench.device.wait_layer(layer)
@@ -297,7 +298,7 @@ async def test_one_pools_refused_copy_fails_that_pool_and_moves_the_others(
     hosts, pools = bench.expect(plan)
     async with open_services() as services:
         await bench.device.open(services)
-        outcome = await bench.device.submit(plan, None).outcome()
+        outcome = await bench.device.submit(plan).outcome()
         await bench.device.close(5)
     assert set(outcome.failed) == {1}
     assert "pool swa: copy: cudaErrorInvalidValue" in outcome.failed[1]
@@ -313,7 +314,7 @@ async def test_a_pool_with_a_page_that_does_not_exist_fails_alone() -> None:
     plan = plan_copy(Direction.TO_HOST, [(([1], [PAGES], [2]), ([1], [1], [1]))])
     async with open_services() as services:
         await bench.device.open(services)
-        outcome = await bench.device.submit(plan, None).outcome()
+        outcome = await bench.device.submit(plan).outcome()
         await bench.device.close(5)
     assert set(outcome.failed) == {1}
     assert torch.equal(bench.host.tensor(0)[1], bench.pools[0][:, 1].flatten())
@@ -332,11 +333,11 @@ async def test_a_kernel_that_cannot_be_launched_fails_the_submit_and_the_next_on
             raise RuntimeError("out of resources")
 
         bench.runtime.launch = refuse  # type: ignore[method-assign]
-        operation = bench.device.submit(plan, None)
+        operation = bench.device.submit(plan)
         assert "out of resources" in (await operation.outcome()).failed[0]
         assert operation.is_quiet
         expected = bench.expect(plan)
-        assert (await bench.device.submit(plan, None).outcome()).failed == {}
+        assert (await bench.device.submit(plan).outcome()).failed == {}
         bench.check(expected)
         await bench.device.close(5)
 
@@ -348,7 +349,7 @@ async def test_a_lost_device_ends_every_submit_and_close() -> None:
         await bench.device.open(services)
         bench.runtime.lost = True
         bench.runtime.engine_runs(lambda: None)
-        operations = [bench.device.submit(plan, bench.runtime.record(bench.runtime.engine)) for _ in range(3)]
+        operations = [bench.device.submit(plan, (bench.runtime.record(bench.runtime.engine),)) for _ in range(3)]
         for operation in operations:
             assert "lost" in (await operation.outcome()).failed[0]
         await bench.device.close(5)
@@ -360,7 +361,7 @@ async def test_close_names_copies_that_do_not_end_and_leaves_their_memory_not_qu
     async with open_services() as services:
         await bench.device.open(services)
         never = Event()
-        operation = bench.device.submit(plan, never)
+        operation = bench.device.submit(plan, (never,))
         with pytest.raises(DeadlineError, match="kvcr-wait-to_host"):
             await bench.device.close(0.05)
         assert operation.is_settled
@@ -380,7 +381,7 @@ async def test_runs_end_at_the_borders_of_registered_chunks() -> None:
         for direction in Direction:
             plan = plan_copy(direction, [((range(12),) * 3, (range(12),) * 3)])
             expected = bench.expect(plan)
-            assert (await bench.device.submit(plan, None).outcome()).failed == {}
+            assert (await bench.device.submit(plan).outcome()).failed == {}
             bench.check(expected)
         await bench.device.close(5)
 
@@ -399,7 +400,7 @@ async def test_planes_may_be_any_tensors_of_the_engines() -> None:
     async with open_services() as services:
         await device.open(services)
         plan = plan_copy(Direction.TO_HOST, [(([3], [4]), ([5], [6]))])
-        assert (await device.submit(plan, None).outcome()).failed == {}
+        assert (await device.submit(plan).outcome()).failed == {}
         await device.close(5)
     rows = [plane[3].contiguous().view(torch.uint8) for plane in planes[0]]
     assert torch.equal(host.tensor(0)[5], torch.cat(rows))
@@ -457,6 +458,6 @@ async def test_the_engine_never_waits_on_the_host(monkeypatch: pytest.MonkeyPatc
     async with open_services() as services:
         await bench.device.open(services)
         for _ in range(20):
-            await bench.device.submit(plan, None).outcome()
+            await bench.device.submit(plan).outcome()
         await bench.device.close(5)
     assert waits == []

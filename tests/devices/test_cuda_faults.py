@@ -92,7 +92,7 @@ async def refuse_one_call(bench: Bench, number: int) -> None:
     hosts, _ = bench.expect(out)
     _, pages = bench.expect(back)
     runtime.refuse(number)
-    operations = device.submit(out, None), device.submit(back, runtime.engine)
+    operations = device.submit(out), device.submit(back, (runtime.engine,))
     with anyio.fail_after(30):
         backed_up, restored = [await operation.outcome() for operation in operations]
     assert all(operation.is_quiet for operation in operations)
@@ -158,7 +158,7 @@ async def more_plans_than_the_index_ring_holds(seed: int, *, careless: bool) -> 
         await bench.device.open(services)
         runtime.is_opened = True
         fence = Event()
-        operations = [bench.device.submit(plan, fence) for plan in plans]
+        operations = [bench.device.submit(plan, (fence,)) for plan in plans]
         assert await anyio.to_thread.run_sync(runtime.waits.wait, 30)
         while careless and bench.device.describe()["launching"]:  # noqa: ASYNC110 - a thread's progress
             await anyio.sleep(0.001)
@@ -182,7 +182,7 @@ async def test_launches_that_a_close_gave_up_have_failed_and_are_quiet() -> None
     async with open_services() as services:
         await bench.device.open(services)
         bench.runtime.is_opened = True
-        operations = [bench.device.submit(plan, fence) for plan in plans]
+        operations = [bench.device.submit(plan, (fence,)) for plan in plans]
         assert await anyio.to_thread.run_sync(bench.runtime.waits.wait, 30)
         with pytest.raises(DeadlineError, match="kvcr-launch: a call did not end"):
             await bench.device.close(LATE_S)
@@ -199,8 +199,8 @@ async def test_an_engine_does_not_wait_for_a_restore_that_was_never_launched() -
     refused = plan_copy(Direction.TO_DEVICE, [(([PAGES],), ([1],))])
     async with open_services() as services:
         await bench.device.open(services)
-        bench.device.submit(plan_copy(Direction.TO_DEVICE, [(([1],), ([1],))]), fence)
-        operation = bench.device.submit(refused, None)
+        bench.device.submit(plan_copy(Direction.TO_DEVICE, [(([1],), ([1],))]), (fence,))
+        operation = bench.device.submit(refused)
         bench.device.wait_layer(0, deadline_s=10)  # the first is awaited on the device, the second not at all
         assert not operation.is_settled
         fence.is_over = True
@@ -216,10 +216,10 @@ async def test_an_index_ring_that_is_too_small_fails_the_plan_and_names_the_opti
     )
     async with open_services() as services:
         await bench.device.open(services)
-        assert "raise index_bytes" in (await bench.device.submit(large, None).outcome()).failed[0]
+        assert "raise index_bytes" in (await bench.device.submit(large).outcome()).failed[0]
         bench.device.wait_layer(0, deadline_s=0.01)
         small = plan_copy(Direction.TO_DEVICE, [(([1],), ([1],))])
-        assert (await bench.device.submit(small, None).outcome()).failed == {}
+        assert (await bench.device.submit(small).outcome()).failed == {}
         await bench.device.close(5)
 
 
@@ -244,7 +244,7 @@ async def test_a_device_keeps_no_events_of_copies_long_over(direct_bytes: int) -
     async with open_services() as services:
         await bench.device.open(services)
         for _ in range(200):
-            assert (await bench.device.submit(plan, None).outcome()).failed == {}
+            assert (await bench.device.submit(plan).outcome()).failed == {}
         gc.collect()
         assert len(runtime.events) < 60
         await bench.device.close(5)
@@ -272,7 +272,7 @@ async def test_submits_are_launched_by_their_own_thread_or_by_the_caller(directi
         await bench.device.open(services)
         runtime.launchers.clear()
         expected = bench.expect(plan)
-        assert (await bench.device.submit(plan, None).outcome()).failed == {}
+        assert (await bench.device.submit(plan).outcome()).failed == {}
         bench.check(expected)
         assert runtime.launchers == {threading.current_thread().name if on_caller else "kvcr-launch"}
         await bench.device.close(5)
@@ -281,12 +281,12 @@ async def test_submits_are_launched_by_their_own_thread_or_by_the_caller(directi
 async def test_a_device_that_is_not_open_or_a_wrong_fence_is_an_outcome_and_no_submit() -> None:
     bench = Bench(ONE)
     plan = plan_copy(Direction.TO_HOST, [(([1],), ([1],))])
-    assert "not open" in (await bench.device.submit(plan, None).outcome()).failed[0]
+    assert "not open" in (await bench.device.submit(plan).outcome()).failed[0]
     async with open_services() as services:
         await bench.device.open(services)
-        assert "fence: not 'a string'" in (await bench.device.submit(plan, "a string").outcome()).failed[0]
+        assert "fence: not 'a string'" in (await bench.device.submit(plan, ("a string",)).outcome()).failed[0]
         await bench.device.close(5)
-    assert "not open" in (await bench.device.submit(plan, None).outcome()).failed[0]
+    assert "not open" in (await bench.device.submit(plan).outcome()).failed[0]
     assert bench.device.submits == 0
 
 
@@ -295,7 +295,7 @@ async def test_a_device_describes_itself() -> None:
     plan = plan_copy(Direction.TO_HOST, [(([1], [1], [1]), ([1], [1], [1]))])
     async with open_services() as services:
         await bench.device.open(services)
-        await bench.device.submit(plan, None).outcome()
+        await bench.device.submit(plan).outcome()
         await bench.device.close(5)
     assert bench.device.describe() == {
         "device": "cpu",
@@ -328,7 +328,7 @@ async def test_copies_that_outlast_a_close_all_become_quiet_and_the_next_close_w
     async with open_services() as services:
         await bench.device.open(services)
         plans = [plan_copy(way, [(([page],), ([page],))]) for page in range(3) for way in Direction]
-        operations = [bench.device.submit(plan, fence) for plan in plans]
+        operations = [bench.device.submit(plan, (fence,)) for plan in plans]
         for _ in range(2):
             with pytest.raises(DeadlineError, match=r"kvcr-wait-to_host: .*; kvcr-wait-to_device: "):
                 await bench.device.close(LATE_S)
@@ -350,7 +350,7 @@ async def test_a_close_names_only_what_did_not_end() -> None:
     bench, fence = Bench(ONE), Event()
     async with open_services() as services:
         await bench.device.open(services)
-        bench.device.submit(plan_copy(Direction.TO_HOST, [(([1],), ([1],))]), fence)
+        bench.device.submit(plan_copy(Direction.TO_HOST, [(([1],), ([1],))]), (fence,))
         with pytest.raises(DeadlineError) as late:
             await bench.device.close(LATE_S)
         assert "kvcr-wait-to_host" in str(late.value)

@@ -79,8 +79,8 @@ class Bench:
     def delay(milliseconds: float) -> None:
         torch.cuda._sleep(int(milliseconds * 1_500_000))
 
-    async def run(self, plan: CopyPlan, fence: object | None) -> None:
-        outcome = await self.device.submit(plan, fence).outcome()
+    async def run(self, plan: CopyPlan, *fences: object) -> None:
+        outcome = await self.device.submit(plan, fences).outcome()
         assert outcome.failed == {}
 
 
@@ -109,7 +109,7 @@ async def test_both_directions_move_exactly_the_pages_of_the_plan(
                 plan = random_plan(rng, layout, direction, count, PAGES, SLOTS, run=run)
                 hosts = [bench.host.tensor(pool).clone() for pool in range(len(layout.pools))]
                 pools = [pool.cpu() for pool in bench.pools]
-                await bench.run(plan, None)
+                await bench.run(plan)
                 for pool in range(len(pools)):
                     if direction is Direction.TO_HOST:
                         hosts[pool] = expected_host(hosts[pool], pools[pool], plan, pool)
@@ -132,7 +132,7 @@ async def backups_see_the_writer(rounds: int, *, fenced: bool) -> bool:
             torch.cuda.synchronize()
             bench.delay(2)
             bench.pools[0].copy_(written)
-            await bench.run(whole(Direction.TO_HOST), torch.cuda.current_stream() if fenced else None)
+            await bench.run(whole(Direction.TO_HOST), *([torch.cuda.current_stream()] if fenced else []))
             host = bench.host.tensor(0)[:PAGES].cuda().view(PAGES, 4, -1).transpose(0, 1)
             right &= torch.equal(host, written)
         return bool(right)
@@ -148,7 +148,7 @@ async def restores_spare_the_reader(rounds: int, *, fenced: bool) -> bool:
             torch.cuda.synchronize()
             bench.delay(2)
             seen.copy_(bench.pools[0])
-            await bench.run(whole(Direction.TO_DEVICE), torch.cuda.current_stream() if fenced else None)
+            await bench.run(whole(Direction.TO_DEVICE), *([torch.cuda.current_stream()] if fenced else []))
             torch.cuda.synchronize()
             right &= torch.equal(seen, old) and bool((bench.pools[0] == number % 251).all())
         return right
@@ -161,7 +161,7 @@ async def slots_are_reused(rounds: int, *, after_quiet: bool) -> bool:
         for number in range(rounds):
             bench.host.tensor(0).fill_(number % 251)
             bench.delay(2)
-            operation = bench.device.submit(whole(Direction.TO_DEVICE), torch.cuda.current_stream())
+            operation = bench.device.submit(whole(Direction.TO_DEVICE), (torch.cuda.current_stream(),))
             if after_quiet:
                 await operation.quiet()
             bench.host.poison(0, range(SLOTS))
@@ -213,7 +213,7 @@ async def test_a_layer_waited_for_is_there_when_the_engine_reads_it() -> None:
             seen = torch.empty_like(bench.pools[0])
             for number in range(rounds):
                 bench.host.tensor(0).fill_(number % 251)
-                operation = bench.device.submit(whole(Direction.TO_DEVICE), None)
+                operation = bench.device.submit(whole(Direction.TO_DEVICE))
                 for layer in range(32):
                     if waits:
                         bench.device.wait_layer(layer)
@@ -237,9 +237,9 @@ async def test_pools_on_another_gpu_than_the_threads_own_are_moved_and_waited_fo
         await device.open(services)
         fence = torch.cuda.Event()
         fence.record(stream)
-        assert (await device.submit(whole(Direction.TO_HOST), fence).outcome()).failed == {}
+        assert (await device.submit(whole(Direction.TO_HOST), (fence,)).outcome()).failed == {}
         pool.zero_()
-        operation = device.submit(whole(Direction.TO_DEVICE), stream)
+        operation = device.submit(whole(Direction.TO_DEVICE), (stream,))
         device.wait_layer(3)
         assert torch.equal(pool, written)
         assert (await operation.outcome()).failed == {}

@@ -90,7 +90,7 @@ class Rig:
                         host[slot] = pages[page]
                     else:
                         pages[page] = host[slot]
-            outcome = await device.submit(plan, None).outcome()
+            outcome = await device.submit(plan).outcome()
             assert outcome.failed == {}
             for pool, (host, pages) in enumerate(expected):
                 assert torch.equal(self.host_pages(pool), host)
@@ -160,7 +160,7 @@ async def test_without_its_borders_a_copy_across_two_registrations_fails() -> No
     async with open_services() as services:
         await device.open(services)
         slots = tuple(list(range(10)) for _ in rig.layout.pools)
-        outcome = await device.submit(plan_copy(Direction.TO_HOST, [(slots, slots)]), None).outcome()
+        outcome = await device.submit(plan_copy(Direction.TO_HOST, [(slots, slots)])).outcome()
         assert "cudaErrorInvalidValue" in outcome.failed[0]
         await device.close(5)
 

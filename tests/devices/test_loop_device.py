@@ -41,13 +41,13 @@ async def test_pages_go_to_the_host_and_come_back() -> None:
     device = make_device()
     async with open_services() as services:
         await device.open(services)
-        outcome = await device.submit(backup((5, 1), (2, 7)), None).outcome()
+        outcome = await device.submit(backup((5, 1), (2, 7))).outcome()
         assert outcome.bytes == 2 * LAYOUT.page_bytes
         assert all(is_copied(device, pool, page, slot) for pool in (0, 1) for page, slot in ((5, 1), (2, 7)))
         before = device.gather(0, [5])
         device.poison(0, [5])
         assert device.gather(0, [5]) != before
-        await device.submit(plan_copy(Direction.TO_DEVICE, [(([5], [5]), ([1], [1]))]), None).outcome()
+        await device.submit(plan_copy(Direction.TO_DEVICE, [(([5], [5]), ([1], [1]))])).outcome()
         assert device.gather(0, [5]) == before
         await device.close(5)
     assert device.submits == 2
@@ -58,7 +58,7 @@ async def test_a_copy_takes_its_time_and_waits_for_its_fence() -> None:
     async with open_services() as services:
         await device.open(services)
         fence, begin = anyio.Event(), anyio.current_time()
-        operation = device.submit(backup((1, 1)), fence)
+        operation = device.submit(backup((1, 1)), (fence,))
         await anyio.sleep(0.7)
         assert not operation.is_settled
         late = bytes(range(8))
@@ -75,7 +75,7 @@ async def test_copies_of_one_direction_run_in_order_of_submission() -> None:
     async with open_services() as services:
         await device.open(services)
         fence = anyio.Event()
-        first, second = device.submit(backup((1, 3)), fence), device.submit(backup((2, 3)), None)
+        first, second = device.submit(backup((1, 3)), (fence,)), device.submit(backup((2, 3)))
         await anyio.sleep(0.1)
         assert not second.is_settled
         fence.set()
@@ -90,7 +90,7 @@ async def test_a_fault_in_one_pool_fails_that_pool_alone(fault: Fault) -> None:
     device = make_device(FaultPlan.always(fault, "to_host.swa"))
     async with open_services() as services:
         await device.open(services)
-        outcome = await device.submit(backup((1, 1), (2, 2)), None).outcome()
+        outcome = await device.submit(backup((1, 1), (2, 2))).outcome()
         await device.close(5)
     assert set(outcome.failed) == {1}
     assert outcome.bytes == 16
@@ -102,7 +102,7 @@ async def test_a_launch_that_fails_is_an_outcome_and_no_submit() -> None:
     device = make_device(FaultPlan.always(Fault.FAIL, "to_host"))
     async with open_services() as services:
         await device.open(services)
-        operation = device.submit(backup((1, 1)), None)
+        operation = device.submit(backup((1, 1)))
         assert operation.is_quiet
         assert set((await operation.outcome()).failed) == {0, 1}
         await device.close(5)
@@ -113,7 +113,7 @@ async def test_a_late_copy_settles_as_failed_and_touches_memory_until_it_is_quie
     device = make_device(FaultPlan.always(Fault.LATE, "to_host"), late_s=0.2)
     async with open_services() as services:
         await device.open(services)
-        operation = device.submit(backup((1, 1)), None)
+        operation = device.submit(backup((1, 1)))
         assert set((await operation.outcome()).failed) == {0, 1}
         assert not operation.is_quiet
         assert not is_copied(device, 0, 1, 1)
@@ -126,7 +126,7 @@ async def test_a_dropped_completion_is_copied_and_never_told() -> None:
     device = make_device(FaultPlan.always(Fault.DROP, "to_host", limit=1))
     async with open_services() as services:
         await device.open(services)
-        lost, next_one = device.submit(backup((1, 1)), None), device.submit(backup((2, 2)), None)
+        lost, next_one = device.submit(backup((1, 1))), device.submit(backup((2, 2)))
         await next_one.outcome()
         assert not lost.is_settled
         assert is_copied(device, 0, 1, 1)
@@ -137,7 +137,7 @@ async def test_a_stalled_copy_begins_when_released_and_keeps_close_waiting() -> 
     device = make_device(FaultPlan.always(Fault.STALL, "to_host"))
     async with open_services() as services:
         await device.open(services)
-        operation = device.submit(backup((1, 1)), None)
+        operation = device.submit(backup((1, 1)))
         with pytest.raises(DeadlineError, match="1 copies"):
             await device.close(0.3)
         assert not operation.is_settled
@@ -155,7 +155,7 @@ async def test_truncated_corrupt_and_duplicate_submits() -> None:
     device = make_device(FaultPlan(schedule=schedule))
     async with open_services() as services:
         await device.open(services)
-        outcomes = [await device.submit(backup((slot, slot)), None).outcome() for slot in range(4)]
+        outcomes = [await device.submit(backup((slot, slot))).outcome() for slot in range(4)]
         await device.close(5)
     assert [set(outcome.failed) for outcome in outcomes] == [{1}, {0, 1}, set(), set()]
     assert [is_copied(device, 0, slot, slot) for slot in range(4)] == [True, False, False, True]
@@ -165,7 +165,7 @@ async def test_a_page_that_does_not_exist_fails_its_pool() -> None:
     device = make_device()
     async with open_services() as services:
         await device.open(services)
-        outcome = await device.submit(plan_copy(Direction.TO_HOST, [(([1], [8]), ([1], [1]))]), None).outcome()
+        outcome = await device.submit(plan_copy(Direction.TO_HOST, [(([1], [8]), ([1], [1]))])).outcome()
         await device.close(5)
     assert set(outcome.failed) == {1}
     assert "page 8" in outcome.failed[1]

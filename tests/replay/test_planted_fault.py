@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
+from collections.abc import Sequence
 
 import attrs
 import pytest
@@ -32,10 +33,10 @@ class ShiftedDevice(CpuDevice):
         super().__init__(*arguments, **options)
         self._plans = itertools.count(1)
 
-    def submit(self, plan: CopyPlan, fence: object | None) -> Operation[CopyOutcome]:
+    def submit(self, plan: CopyPlan, fences: Sequence[object] = ()) -> Operation[CopyOutcome]:
         if plan.direction is self.direction and next(self._plans) % 5 == 0:
             plan = attrs.evolve(plan, pools=tuple(map(self._shifted, plan.pools)))
-        return super().submit(plan, fence)
+        return super().submit(plan, fences)
 
     def _shifted(self, copy: PoolCopy) -> PoolCopy:
         slots = [(slot + 1) % self.host.slots for slot in copy.host_slots]
