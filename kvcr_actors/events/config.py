@@ -19,8 +19,8 @@ LONGEST_SILENCE_S = 10.0
 class EventsConfig:
     """One publisher a data-parallel rank, at base port plus rank. Building one raises ConfigError for what cannot be.
 
-    `endpoint` and `replay_endpoint` are a port (on loopback), `tcp://HOST:PORT`, `ipc://PATH` or `inproc://NAME`. A
-    host that is not loopback opens them to others: events carry the tokens of users' prompts.
+    `endpoint` and `replay_endpoint` are a port (on loopback), `tcp://HOST:PORT` or `ipc://PATH`. A host that is not
+    loopback opens them to others: events carry the tokens of users' prompts.
     """
 
     endpoint: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from pathlib import Path
 
 import attrs
 
@@ -12,12 +13,12 @@ from kvcr_actors.errors import ConfigError
 LOOPBACK = "127.0.0.1"
 _PORTS = 1 << 16
 _TCP = re.compile(r"tcp://(?P<host>\[[^\[\]]+\]|[^:\[\]/]*):(?P<port>\d{1,5})")
-_LOCAL = re.compile(r"(ipc|inproc)://\S+")
+_LOCAL = re.compile(r"ipc://(?P<path>\S+)")
 
 
 @attrs.frozen
 class Endpoint:
-    """A base address; `at` gives each rank's. `ipc://` and `inproc://` names get a suffix instead of a port."""
+    """A base address; `at` gives each rank's. An `ipc://` path, made absolute, gets a suffix instead of a port."""
 
     scheme: str
     host: str
@@ -25,15 +26,15 @@ class Endpoint:
 
     @classmethod
     def parse(cls, text: str, what: str) -> Endpoint:
-        """Read `tcp://HOST:PORT`, `PORT` (on loopback), `ipc://PATH` or `inproc://NAME`; ConfigError names `what`."""
+        """Read `tcp://HOST:PORT`, `PORT` (on loopback) or `ipc://PATH`; ConfigError names `what`."""
         if text.isdecimal():
             text = f"tcp://{LOOPBACK}:{text}"
-        if _LOCAL.fullmatch(text):
-            scheme, _, name = text.partition("://")
-            return cls(scheme, name)
+        if (local := _LOCAL.fullmatch(text)) is not None:
+            path = local["path"]
+            return cls("ipc", path if path.startswith("@") else str(Path(path).resolve()))
         match = _TCP.fullmatch(text)
         if match is None:
-            raise ConfigError(f"{what}: {text!r} is no endpoint; write a port, or tcp://HOST:PORT")
+            raise ConfigError(f"{what}: {text[:80]!r} is no endpoint; write a port, or tcp://HOST:PORT")
         return cls("tcp", match["host"] or LOOPBACK, int(match["port"]))
 
     def at(self, rank: int) -> str:

@@ -189,8 +189,7 @@ class ZmqEventSink(RunningEventSink):
                 if idle_s >= self.config.heartbeat_s:
                     self._send(sockets, heartbeat=True)
                     idle_s = 0.0
-                look_s = self.config.heartbeat_s - idle_s
-                self._wait(look_s if sockets.next_look_s is None else min(look_s, sockets.next_look_s))
+                self._wait(min(self.config.heartbeat_s - idle_s, sockets.next_look_s))
 
     def _send_some(self, sockets: PublisherSockets) -> bool:
         """Send a turn's batches; whether more wait."""

@@ -20,7 +20,7 @@ from kvcr_actors.events.endpoints import Endpoint
         ("tcp://*:5557", 1, "tcp://*:5558"),
         ("tcp://[::1]:5557", 1, "tcp://[::1]:5558"),
         ("ipc:///run/events", 0, "ipc:///run/events"),
-        ("inproc://events", 2, "inproc://events_dp2"),
+        ("ipc://@events", 2, "ipc://@events_dp2"),
     ],
 )
 def test_each_rank_has_an_address_of_its_own(text: str, rank: int, address: str) -> None:
@@ -43,10 +43,10 @@ def test_what_is_no_endpoint_is_refused_by_name(text: str) -> None:
         ({"endpoint": "65533", "data_parallel_size": 3, "replay_endpoint": "65534"}, "replay port 65534"),
         ({"endpoint": "0"}, "events port 0"),
         ({"endpoint": "5557", "replay_endpoint": "5559", "data_parallel_size": 4}, "both use port 5559 over 4 ranks"),
-        ({"endpoint": "ipc://a", "replay_endpoint": "ipc://a"}, "events and replay share ipc://a"),
+        ({"endpoint": "ipc://a", "replay_endpoint": "ipc://a"}, "events and replay share ipc:///.*/a;"),
         (
             {"endpoint": "ipc://a_dp1", "replay_endpoint": "ipc://a", "data_parallel_size": 2},
-            "events and replay share ipc://a_dp1",
+            "events and replay share ipc:///.*/a_dp1;",
         ),
         ({"endpoint": "5557", "data_parallel_rank": 2, "data_parallel_size": 2}, "rank 2 of 2 does not exist"),
         ({"endpoint": "5557", "tensor_rank": -1}, "tensor_rank must be 0 or more"),
