@@ -17,11 +17,13 @@ MEANINGS: Final[Mapping[str, tuple[str, str]]] = {
             "again with lower numbers, and nothing of that is taken."
         ),
     ),
+    "restarts": ("numbers that went back", "The publisher began again below its last number, or there are two."),
     "contradictions": (
         "removed, not there; nothing missed",
         "Removals of blocks that were not there, although no batch was missing: the publisher is wrong.",
     ),
     "malformed": ("messages that are unreadable", "What they told is lost."),
+    "cut off": ("connections that had to end", "A frame was larger than 8 MiB, or no ZeroMQ; it connects again."),
     "repeated": ("stored, though there already", "Harmless: a block is told again when those before it are back."),
     "anomalies": (
         "removed, though not there",

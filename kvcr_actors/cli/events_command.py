@@ -14,21 +14,26 @@ from cyclopts import App, Parameter
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from kvcr_actors.cli.event_words import MEANINGS, MEANINGS_LIST
+from kvcr_actors.cli.foreign import plain, printable
 from kvcr_actors.cli.hosts import check_can_dial
 from kvcr_actors.errors import ConfigError, EventFormatError
 from kvcr_actors.events.endpoints import Endpoint
-from kvcr_actors.events.reader import EventReader
+from kvcr_actors.events.reader import SILENT_S, EventReader
 from kvcr_actors.events.stream import Message
 from kvcr_actors.events.wire import decode_batch
 
-_SILENT_S = 5.0
-_LOOK_S = 0.25
+_LOOK_S: Final = 0.25
+_REFRESH_S: Final = 0.1
+"""The table is drawn no more often than this, however many batches come."""
 
 _HELP: Final = f"""Follow a publisher: rebuild its index from its events, and count what does not add up.
 
-Without a replay endpoint it knows only what came after it joined, which --check calls lost.
+Without a replay endpoint it knows only what came after it joined, which --check calls lost. --check fails on whatever
+makes the index untrustworthy at the end: batches that were missed and not made up for, contradictions, messages that
+cannot be read or are too large, numbers that began again lower, a replay that was not over, or silence.
 
 It shows the blocks in each tier, then
 
@@ -57,7 +62,7 @@ def tail(
     replays = None if replay is None else _dialled("--replay", replay)
     with EventReader(address, replays) as reader, _shown(reader, json=json) as show:
         _follow(reader, show, None if seconds is None else time.monotonic() + seconds)
-    faults = reader.follower.faults
+        faults = reader.faults
     if json:
         print(json_format.dumps({"end": reader.follower.describe(), "faults": faults}))
     for fault in faults if check else ():
@@ -76,9 +81,9 @@ def _follow(reader: EventReader, show: Callable[[Message | None], None], until: 
     try:
         while until is None or time.monotonic() < until:
             show(reader.read(_LOOK_S))
-            if not silent and reader.silent_s > _SILENT_S:
-                print(f"nothing was heard for {_SILENT_S:g} s: is the publisher there?", file=sys.stderr)
-            silent = reader.silent_s > _SILENT_S
+            if not silent and reader.silent_s > SILENT_S:
+                print(f"nothing was heard for {SILENT_S:g} s: is the publisher there?", file=sys.stderr)
+            silent = reader.silent_s > SILENT_S
     except KeyboardInterrupt:
         return  # the usual end
 
@@ -94,7 +99,25 @@ def _shown(reader: EventReader, *, json: bool) -> Generator[Callable[[Message | 
         console.print(_table(reader))
         return
     with Live(_table(reader), console=console, auto_refresh=False) as live:
-        yield lambda message: live.update(_table(reader), refresh=True)
+        yield _Drawing(reader, live).show
+        live.update(_table(reader), refresh=True)
+
+
+class _Drawing:
+    """The live table, drawn anew now and then."""
+
+    def __init__(self, reader: EventReader, live: Live) -> None:
+        self._reader = reader
+        self._live = live
+        self._drawn_at = 0.0
+
+    def show(self, message: Message | None) -> None:
+        """Draw it, if that is not just done."""
+        del message
+        now = time.monotonic()
+        if now - self._drawn_at >= _REFRESH_S:
+            self._drawn_at = now
+            self._live.update(_table(self._reader), refresh=True)
 
 
 def _print_json(message: Message | None) -> None:
@@ -104,7 +127,8 @@ def _print_json(message: Message | None) -> None:
     line: dict[str, Any] = {"sequence": sequence, "bytes": len(payload)}
     try:
         batch = decode_batch(payload)
-        line |= {"timestamp": batch.ts, "rank": batch.data_parallel_rank, "events": msgspec.to_builtins(batch.events)}
+        events = [plain(msgspec.structs.asdict(event) | {"type": type(event).__name__}) for event in batch.events]
+        line |= {"timestamp": plain(batch.ts), "rank": batch.data_parallel_rank, "events": events}
     except EventFormatError as error:
         line["error"] = str(error)
     print(json_format.dumps(line), flush=True)
@@ -118,7 +142,7 @@ def _table(reader: EventReader) -> Table:
     table.add_column("count", justify="right")
     table.add_column("meaning", style="dim")
     for holding, count in blocks.items():
-        table.add_row(f"blocks, {holding}", f"{count:,}", "there, by what was told")
+        table.add_row(Text(f"blocks, {printable(holding)}"), f"{count:,}", "there, by what was told")
     table.add_section()
     for key, value in {**state, "silent": f"{reader.silent_s:.1f} s"}.items():
         name = key.replace("_", " ")

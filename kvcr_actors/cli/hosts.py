@@ -9,11 +9,14 @@ from kvcr_actors.errors import EventEndpointError
 from kvcr_actors.events.endpoints import Endpoint
 
 _ANY_ADDRESS = "*"
+_LAST_PORT = (1 << 16) - 1
 
 
 def check_can_dial(option: str, endpoint: Endpoint) -> None:
-    """Refuse a host without an address; EventEndpointError names the option, the host and what to do."""
+    """Refuse a port that is none and a host without an address; EventEndpointError names the option and what to do."""
     if endpoint.scheme == "tcp":
+        if not 0 < endpoint.port <= _LAST_PORT:
+            raise EventEndpointError(f"{option}: port {endpoint.port} does not exist; give one from 1 to {_LAST_PORT}")
         _addresses(option, endpoint.host)
 
 

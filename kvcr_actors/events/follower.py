@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import attrs
 import msgspec
@@ -23,40 +23,65 @@ from kvcr_actors.types import Tier
 
 _HELD_BATCHES: Final = 10_000
 """Live batches that wait for the end of a replay."""
+_HOLDINGS: Final = 64
+"""Kinds of holdings that a publisher may speak of."""
+_OWNER_SHOWN: Final = 40
+
+
+WireHolding: TypeAlias = tuple[Tier, str | None] | tuple[Tier, str | None, int]
+"""A tier, an owner (None is the engine) and, if the publisher tells its cache groups apart, the group."""
 
 
 class WireIndex:
-    """What a publisher's blocks are, by tier and owner (None is the engine), as its wire events tell it."""
+    """What a publisher's blocks are, by holding, as its wire events tell it."""
 
     def __init__(self) -> None:
-        self.content: dict[tuple[Tier, str | None], dict[WireHash, WireHash | None]] = {}
+        self.content: dict[WireHolding, dict[WireHash, WireHash | None]] = {}
         self.repeated = 0
         """Blocks stored while held: device blocks that were cut off are stated again."""
         self.anomalies = 0
         """Blocks removed while not held."""
 
-    def keys(self, tier: Tier, owner: str | None = None) -> frozenset[WireHash]:
-        """The hashes held in a tier by one owner."""
-        return frozenset(self.content.get((tier, owner), ()))
+    def keys(self, tier: Tier, owner: str | None = None, group: int | None = None) -> frozenset[WireHash]:
+        """The hashes held in a tier by one owner, in one cache group."""
+        return frozenset(self.content.get(_holding(tier, owner, group), ()))
 
     def apply(self, event: WireEvent) -> None:
         """Apply one event; EventFormatError, with nothing changed, for a medium that is not known."""
         match event:
             case BlockStored():
-                held = self.content.setdefault((tier_of(event.medium), event.ownership), {})
+                held = self._held(event)
                 parent = event.parent_block_hash
                 for block in event.block_hashes:
                     self.repeated += block in held
                     held[block] = parent
                     parent = block
             case BlockRemoved():
-                held = self.content.setdefault((tier_of(event.medium), event.ownership), {})
+                held = self._held(event)
                 for block in event.block_hashes:
                     self.anomalies += held.pop(block, msgspec.UNSET) is msgspec.UNSET
             case AllBlocksCleared():
-                for (_, owner), held in self.content.items():
+                for (_, owner, *_), held in self.content.items():
                     if owner == event.ownership:
                         held.clear()
+
+    def _held(self, event: BlockStored | BlockRemoved) -> dict[WireHash, WireHash | None]:
+        holding = _holding(tier_of(event.medium), event.ownership, event.group_idx)
+        if holding not in self.content and len(self.content) >= _HOLDINGS:
+            raise EventFormatError(f"more than {_HOLDINGS} tiers, owners and cache groups")
+        return self.content.setdefault(holding, {})
+
+
+def _holding(tier: Tier, owner: str | None, group: int | None) -> WireHolding:
+    return (tier, owner) if group is None else (tier, owner, group)
+
+
+def _holding_name(holding: WireHolding) -> str:
+    tier, owner = holding[:2]
+    words = [owner[:_OWNER_SHOWN]] if owner else []
+    if len(holding) == 3:
+        words.append(f"group {holding[2]}")
+    return f"{tier.value} ({', '.join(words)})" if words else tier.value
 
 
 @attrs.define
@@ -71,9 +96,13 @@ class FollowTotals:
     """Sequence numbers that no replay gave."""
     stale: int = 0
     """Batches with a number that was applied before."""
+    restarts: int = 0
+    """Times that live numbers did not rise: the publisher began again, or there are two."""
     contradictions: int = 0
     """Blocks removed while not held, although nothing was missing."""
     malformed: int = 0
+    cut_off: int = 0
+    """Connections that ended because of what the publisher sent: a frame that is too large, mostly."""
 
 
 class StreamFollower:
@@ -90,6 +119,7 @@ class StreamFollower:
         """Whether batches were lost, and no clear has made up for them."""
         self._can_replay = can_replay
         self._expected: int | None = None
+        self._live: int | None = None
         self._replaying = False
         self._held: deque[tuple[int, bytes]] = deque()
 
@@ -98,8 +128,17 @@ class StreamFollower:
         """The number of the next batch; None before the first."""
         return self._expected
 
+    @property
+    def is_replaying(self) -> bool:
+        """Whether a replay was asked for and is not over."""
+        return self._replaying
+
     def receive(self, sequence: int, payload: bytes) -> int | None:
         """Take a live batch. A number is given back if a replay from there is needed first."""
+        if self._live is not None and sequence <= self._live:
+            self.totals.restarts += 1
+            self.in_doubt = True
+        self._live = sequence
         if self._replaying:
             self._held.append((sequence, payload))
             if len(self._held) > _HELD_BATCHES:
@@ -130,6 +169,11 @@ class StreamFollower:
         self.totals.malformed += 1
         self.in_doubt = True
 
+    def note_cut_off(self) -> None:
+        """Count a connection that ended because its messages cannot be taken; what they told is lost."""
+        self.totals.cut_off += 1
+        self.in_doubt = True
+
     @property
     def faults(self) -> list[str]:
         """Say in words why the index cannot be trusted; none if it can."""
@@ -140,17 +184,19 @@ class StreamFollower:
                 self.in_doubt,
                 f"earlier batches were not seen ({totals.lost} lost in between), and no clear followed",
             ),
+            (totals.restarts, f"the publisher began again at lower numbers ({totals.restarts} times)"),
             (totals.malformed, f"{totals.malformed} messages could not be read"),
+            (totals.cut_off, f"{totals.cut_off} times the publisher sent a frame that is too large, or no ZeroMQ"),
             (totals.contradictions, f"{totals.contradictions} blocks were removed while not held"),
         ]
         return [words for wrong, words in checks if wrong]
 
     def describe(self) -> dict[str, Any]:
         """Totals and the size of the index, for people."""
-        blocks = {
-            f"{tier.value}{f' ({owner})' if owner else ''}": len(held)
-            for (tier, owner), held in sorted(self.index.content.items(), key=str)
-        }
+        blocks: dict[str, int] = {}
+        for holding in sorted(self.index.content, key=str):  # not of the blocks: there may be millions
+            name = _holding_name(holding)
+            blocks[name] = blocks.get(name, 0) + len(self.index.content[holding])
         return {
             **attrs.asdict(self.totals),
             "repeated": self.index.repeated,

@@ -6,6 +6,7 @@ A batch is `[timestamp, [events], data-parallel rank]`; it travels behind a topi
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Final, TypeAlias
 
 import attrs
@@ -42,6 +43,8 @@ class BlockStored(msgspec.Struct, tag="BlockStored", omit_defaults=True, gc=Fals
     extra_keys: list[Any] | None = None
     ownership: str | None = None
     cache_salt: str | None = None
+    group_idx: int | None = None
+    """Which of an engine's cache groups holds them; each has an event of its own for the same hashes."""
 
 
 class BlockRemoved(msgspec.Struct, tag="BlockRemoved", omit_defaults=True, gc=False):
@@ -50,6 +53,7 @@ class BlockRemoved(msgspec.Struct, tag="BlockRemoved", omit_defaults=True, gc=Fa
     block_hashes: list[WireHash]
     medium: str | msgspec.UnsetType | None = msgspec.UNSET
     ownership: str | None = None
+    group_idx: int | None = None
 
 
 class AllBlocksCleared(msgspec.Struct, tag="AllBlocksCleared", omit_defaults=True, gc=False):
@@ -66,6 +70,44 @@ class EventBatch(msgspec.Struct, array_like=True, gc=False):
 
     ts: float
     events: list[WireEvent]
+    data_parallel_rank: int | None = None
+
+
+class _MapBatch(msgspec.Struct, gc=False):
+    """The same as a map, as vLLM's newest send it."""
+
+    ts: float
+    events: list[WireEvent]
+    data_parallel_rank: int | None = None
+
+
+class _StoredArray(msgspec.Struct, tag="BlockStored", array_like=True, gc=False):
+    """vLLM's events before June 2026 were arrays."""
+
+    block_hashes: list[WireHash]
+    parent_block_hash: WireHash | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: list[Any] | None = None
+    group_idx: int | None = None
+
+
+class _RemovedArray(msgspec.Struct, tag="BlockRemoved", array_like=True, gc=False):
+    block_hashes: list[WireHash]
+    medium: str | None = None
+    group_idx: int | None = None
+
+
+class _ClearedArray(msgspec.Struct, tag="AllBlocksCleared", array_like=True, gc=False):
+    pass
+
+
+class _ArrayBatch(msgspec.Struct, array_like=True, gc=False):
+    ts: float
+    events: list[_StoredArray | _RemovedArray | _ClearedArray]
     data_parallel_rank: int | None = None
 
 
@@ -115,6 +157,9 @@ _TIERS: Final = {medium: tier for tier, media in _MEDIA.items() for medium in me
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(EventBatch)
+_map_decoder = msgspec.msgpack.Decoder(_MapBatch)
+_array_decoder = msgspec.msgpack.Decoder(_ArrayBatch)
+_UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def find_dialect(name: str) -> Dialect:
@@ -139,13 +184,39 @@ def encode_batch(batch: EventBatch) -> bytes:
 
 
 def decode_batch(payload: bytes) -> EventBatch:
-    """Read a payload of any dialect; unknown fields are ignored. EventFormatError says what is wrong with it."""
+    """Read a payload of any dialect, and of vLLM's earlier and later forms; unknown fields are ignored.
+
+    EventFormatError says what is wrong with it.
+    """
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise EventFormatError(f"a batch of {len(payload)} bytes; the most is {MAX_PAYLOAD_BYTES}")
     try:
         return _decoder.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise EventFormatError(f"not a batch of KV events: {error}") from error
+    except _UNREADABLE as error:
+        other = _decode_other_forms(payload)
+        if other is None:
+            raise EventFormatError(f"not a batch of KV events: {error}") from error
+        return other
+
+
+def _decode_other_forms(payload: bytes) -> EventBatch | None:
+    with suppress(*_UNREADABLE):
+        batch = _map_decoder.decode(payload)
+        return EventBatch(batch.ts, batch.events, batch.data_parallel_rank)
+    with suppress(*_UNREADABLE):
+        arrays = _array_decoder.decode(payload)
+        return EventBatch(arrays.ts, [_from_array(event) for event in arrays.events], arrays.data_parallel_rank)
+    return None
+
+
+def _from_array(event: _StoredArray | _RemovedArray | _ClearedArray) -> WireEvent:
+    match event:
+        case _StoredArray():
+            return BlockStored(**msgspec.structs.asdict(event))
+        case _RemovedArray():
+            return BlockRemoved(**msgspec.structs.asdict(event))
+        case _ClearedArray():
+            return AllBlocksCleared()
 
 
 def encode_sequence(sequence: int) -> bytes:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import select
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -28,17 +30,34 @@ def publish(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 def tail(folder: Path, *words: str) -> subprocess.Popen[str]:
     command = [*PROGRAM, "events", "tail", f"ipc://{folder}/events", *words]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell's background job hands an ignored SIGINT down.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+
+def lines_until_quiet(reader: subprocess.Popen[str]) -> list[str]:
+    """Interrupt a reader once it has printed nothing for a second; give what it printed."""
+    assert reader.stdout is not None
+    lines: list[str] = []
+    while select.select([reader.stdout], [], [], 1.0)[0]:
+        lines.append(reader.stdout.readline())
+    reader.send_signal(signal.SIGINT)
+    output, errors = reader.communicate(timeout=60)
+    assert reader.returncode == 0, errors
+    return [*lines, *output.splitlines()]
 
 
 @pytest.mark.parametrize("dialect", ["dynamo", "vllm", "sglang"])
 def test_a_replay_is_followed_to_its_end(tmp_path: Path, dialect: str) -> None:
-    reader = tail(tmp_path, "--replay", f"ipc://{tmp_path}/replay", "--json", "--check", "--seconds", "10")
+    reader = tail(tmp_path, "--replay", f"ipc://{tmp_path}/replay", "--json", "--check")
     done = publish(tmp_path, "--events-replay", f"ipc://{tmp_path}/replay", "--dialect", dialect)
     assert done.returncode == 0, done.stderr
-    output, errors = reader.communicate(timeout=60)
-    assert reader.returncode == 0, errors
-    *batches, end = [json.loads(line) for line in output.splitlines()]
+    *batches, end = [json.loads(line) for line in lines_until_quiet(reader)]
     assert end["faults"] == []
     assert end["end"]["blocks"]["device"] == 64
     assert end["end"]["blocks"]["host"] == 128
@@ -61,6 +80,9 @@ def test_silence_is_told_and_fails_the_check(tmp_path: Path) -> None:
     [
         (["events", "tail", "nowhere"], "ENDPOINT: 'nowhere' is no endpoint"),
         (["events", "tail", "5557", "--replay", "x"], "--replay: 'x' is no endpoint"),
+        (["events", "tail", "99999"], "ENDPOINT: port 99999 does not exist; give one from 1 to 65535"),
+        (["events", "tail", "5557", "--replay", "0"], "--replay: port 0 does not exist"),
+        (["events", "tail", "9" * 5_000], "ENDPOINT: 'tcp://127.0.0.1:99999"),
         (["events", "tail", "5557", "--seconds", "0"], "--seconds: 0 is not a time"),
         (["replay", "--events", "70000"], "--events: events port 70000"),
         (["replay", "--events", "x"], "--events: events: 'x' is no endpoint"),

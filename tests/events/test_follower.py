@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from kvcr_actors.events.follower import StreamFollower
-from kvcr_actors.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, WireEvent, encode_batch
+from kvcr_actors.events.wire import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    WireEvent,
+    WireHash,
+    encode_batch,
+)
 from kvcr_actors.types import Tier
 
 
@@ -100,3 +108,58 @@ def test_an_owners_clear_leaves_the_others_alone() -> None:
     follower.receive(1, batch(AllBlocksCleared("kvcr")))
     assert (follower.index.keys(Tier.HOST), follower.index.keys(Tier.HOST, "kvcr")) == ({1}, set())
     assert follower.describe()["blocks"] == {"host": 1, "host (kvcr)": 0}
+
+
+def test_numbers_that_went_back_are_a_restart_that_is_not_followed() -> None:
+    follower = StreamFollower(can_replay=False)
+    follower.receive(1_000, batch(CLEAR, stored(1)))
+    follower.receive(0, batch(stored(2)))
+    follower.receive(1, batch(stored(3)))
+    assert (follower.totals.restarts, follower.totals.stale, follower.index.keys(Tier.HOST)) == (1, 2, {1})
+    assert follower.faults[-1] == "the publisher began again at lower numbers (1 times)"
+
+
+def test_what_comes_again_after_a_replay_is_no_restart() -> None:
+    follower = StreamFollower(can_replay=True)
+    follower.receive(0, batch(CLEAR))
+    for number in range(3):
+        follower.replayed(number, batch(CLEAR))
+    follower.end_replay()
+    follower.receive(1, batch())
+    follower.receive(2, batch())
+    assert (follower.totals.restarts, follower.totals.stale, follower.faults) == (0, 3, [])
+
+
+def test_cache_groups_are_kept_apart() -> None:
+    follower = StreamFollower(can_replay=False)
+    groups = [BlockStored([1, 2, 3], None, [0] * 3, 1, None, "CPU", None, group_idx=group) for group in (0, 1)]
+    follower.receive(0, batch(CLEAR, *groups))
+    follower.receive(1, batch(BlockRemoved([1, 2], "CPU", group_idx=1), BlockRemoved([1], "CPU", group_idx=0)))
+    assert follower.index.keys(Tier.HOST, group=0) == {2, 3}
+    assert follower.index.keys(Tier.HOST, group=1) == {3}
+    assert follower.describe()["blocks"] == {"host (group 0)": 2, "host (group 1)": 1}
+    assert not follower.faults
+    follower.receive(2, batch(CLEAR))
+    assert set(follower.describe()["blocks"].values()) == {0}
+
+
+def test_owners_without_end_are_refused() -> None:
+    follower = StreamFollower(can_replay=False)
+    follower.receive(0, batch(CLEAR))
+    for number in range(1, 101):
+        event = BlockStored([number], None, [0], 1, None, "CPU", None, ownership=f"owner{number}")
+        follower.receive(number, batch(event))
+    assert (len(follower.index.content), follower.totals.malformed) == (64, 36)
+
+
+class Counted(dict[WireHash, WireHash | None]):
+    """Blocks that nobody may print."""
+
+    def __repr__(self) -> str:
+        raise AssertionError("a description must not cost as much as the index is large")
+
+
+def test_a_description_does_not_look_at_the_blocks() -> None:
+    follower = StreamFollower(can_replay=False)
+    follower.index.content[Tier.HOST, None] = Counted({1: None})
+    assert follower.describe()["blocks"] == {"host": 1}

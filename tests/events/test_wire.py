@@ -11,6 +11,7 @@ from kvcr_actors.errors import ConfigError, EventFormatError
 from kvcr_actors.events.wire import (
     DIALECTS,
     MAX_PAYLOAD_BYTES,
+    AllBlocksCleared,
     BlockStored,
     decode_batch,
     decode_sequence,
@@ -65,6 +66,33 @@ def test_foreign_streams_are_read_too() -> None:
     assert tier_of(batch.events[0].medium) is Tier.DEVICE
 
 
+def test_vllms_arrays_and_maps_are_read_as_what_they_mean() -> None:
+    pack = msgspec.msgpack.encode
+    arrays = [
+        ["AllBlocksCleared"],
+        ["BlockStored", [2], 1, [7] * 4, 4, None, "CPU", None],
+        ["BlockRemoved", [2], "CPU"],
+    ]
+    maps = [
+        {"type": "AllBlocksCleared"},
+        {"type": "BlockStored", "block_hashes": [2], "parent_block_hash": 1, "token_ids": [7] * 4, "block_size": 4}
+        | {"lora_id": None, "medium": "CPU", "lora_name": None},
+        {"type": "BlockRemoved", "block_hashes": [2], "medium": "CPU"},
+    ]
+    forms = [
+        pack([1.0, maps, 3]),
+        pack([1.0, arrays, 3]),
+        pack({"ts": 1.0, "events": maps, "data_parallel_rank": 3}),
+    ]
+    plain, *others = [decode_batch(form) for form in forms]
+    assert len(plain.events) == 3
+    assert others == [plain, plain]
+    older = decode_batch(
+        pack([1.0, [["BlockStored", [2], 1, [7] * 4, 4, None, "GPU", None, None, 1], ["BlockRemoved", [2]]]])
+    )
+    assert [event.group_idx for event in older.events if not isinstance(event, AllBlocksCleared)] == [1, None]
+
+
 @pytest.mark.parametrize(
     "payload",
     [
@@ -73,6 +101,9 @@ def test_foreign_streams_are_read_too() -> None:
         msgspec.msgpack.encode({}),
         msgspec.msgpack.encode([1.0]),
         msgspec.msgpack.encode([1.0, [{"type": "BlockMoved"}]]),
+        msgspec.msgpack.encode([1.0, [["BlockMoved"]]]),
+        msgspec.msgpack.encode([1.0, [["BlockStored", 1]]]),
+        msgspec.msgpack.encode({"ts": 1.0}),
         msgspec.msgpack.encode([1.0, [{"type": "BlockRemoved", "block_hashes": ["text"]}]]),
         b"\x92\xca\0\0\0\0\x91\x82\xa4type\xabBlockStored\xaaextra_keys" + 5_000 * b"\x91" + b"\xc0",
         bytes(MAX_PAYLOAD_BYTES + 1),
