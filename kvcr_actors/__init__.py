@@ -13,6 +13,7 @@ from kvcr_actors.aio import AsyncController, open_controller
 from kvcr_actors.config import ControllerConfig
 from kvcr_actors.controller import CacheController
 from kvcr_actors.core.accounting import RequestAccount, TierAccount
+from kvcr_actors.core.copy_plan import Direction
 from kvcr_actors.core.inventory import (
     BlocksRemoved,
     BlocksStored,
@@ -95,6 +96,8 @@ if TYPE_CHECKING:
     from kvcr_actors.devices.host_memory import HostPools
     from kvcr_actors.events.zmq import ZmqEventSink
     from kvcr_actors.metrics import Gauges, Metrics
+    from kvcr_actors.movers.mover import PageMover
+    from kvcr_actors.movers.orders import MoveAck, MoveFailure, MoveOrder, MoverFailed
     from kvcr_actors.ranks.torch_distributed import TorchDistributedRanks
 
 _AT_FIRST_USE = {
@@ -106,10 +109,15 @@ _AT_FIRST_USE = {
     "Gauges": "kvcr_actors.metrics",
     "HostPools": "kvcr_actors.devices.host_memory",
     "Metrics": "kvcr_actors.metrics",
+    "MoveAck": "kvcr_actors.movers.orders",
+    "MoveFailure": "kvcr_actors.movers.orders",
+    "MoveOrder": "kvcr_actors.movers.orders",
+    "MoverFailed": "kvcr_actors.movers.orders",
+    "PageMover": "kvcr_actors.movers.mover",
     "TorchDistributedRanks": "kvcr_actors.ranks.torch_distributed",
     "ZmqEventSink": "kvcr_actors.events.zmq",
 }
-"""Where the names are whose modules import torch, ZeroMQ or Prometheus."""
+"""Where the names are whose modules import torch, numpy, ZeroMQ or Prometheus."""
 
 __all__ = [
     "NO_SLOT",
@@ -140,6 +148,7 @@ __all__ = [
     "DepositFailed",
     "Device",
     "DeviceError",
+    "Direction",
     "EventEndpointError",
     "EventSink",
     "EventsConfig",
@@ -156,6 +165,10 @@ __all__ = [
     "KvcrActorsError",
     "Metrics",
     "MissReason",
+    "MoveAck",
+    "MoveFailure",
+    "MoveOrder",
+    "MoverFailed",
     "Namespace",
     "NoHostMemoryError",
     "NodeId",
@@ -163,6 +176,7 @@ __all__ = [
     "PageContext",
     "PageKey",
     "PageKeyAdapter",
+    "PageMover",
     "PoolSpec",
     "PrefetchCancelled",
     "PrefetchReady",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
@@ -54,6 +55,10 @@ class HostMemory(Protocol):
         """Slots in each pool."""
         ...
 
+    def slots_of(self, pool: int) -> int:
+        """Slots of one pool; where a device copies for an engine's own host tier, pools may differ."""
+        ...
+
     def buffer(self, pool: int) -> memoryview:
         """The pool's bytes, flat and writable: slot `i` is `[i * page_bytes, (i + 1) * page_bytes)`."""
         ...
@@ -89,6 +94,10 @@ class Device(Protocol):
         """The host pools that it copies to and from."""
         ...
 
+    def pages_of(self, pool: int) -> int:
+        """Pages of one of the engine's pools."""
+        ...
+
     async def open(self, services: Services) -> None:
         """Start the copy engine."""
         ...
@@ -110,6 +119,35 @@ class Device(Protocol):
     def describe(self) -> Description:
         """State for people."""
         ...
+
+
+class LayerWaits(ABC):
+    """A device whose restores arrive layer by layer: subclass it, and an engine can start a step over them early."""
+
+    @abstractmethod
+    def wait_layer(self, layer: int, stream: Any = None, *, deadline_s: float = 1.0) -> None:
+        """Have the engine's later work wait for a layer's part of every restore that was submitted.
+
+        From any thread. On a GPU `stream` (the current one) waits and the caller does not; on a CPU the caller blocks.
+        DeadlineError past the deadline. Whether the bytes came tells the outcome alone.
+        """
+
+
+class ReadsPageLists(ABC):
+    """A device that can read page lists which lie in its own memory, such as CUDA tensors: subclass it for that."""
+
+    @abstractmethod
+    def read_page_lists(self, lists: Sequence[Any], fences: Sequence[object] = ()) -> Operation[PageListsRead]:
+        """Bring lists of page ids to the host, behind `fences` and without a wait of the caller's."""
+
+
+@attrs.frozen
+class PageListsRead:
+    """The page ids of lists that lay on the device, in their order, or why they could not be read."""
+
+    lists: tuple[array[int], ...] = ()
+    """64 bits a page id."""
+    error: str | None = None
 
 
 class PageOutcome(enum.Enum):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import attrs
 import torch
@@ -14,7 +15,7 @@ from kvcr_actors.devices.host_memory import POISON_BYTE, CopyMemory
 from kvcr_actors.devices.pairs import Pairs, check_pairs, is_one_run, word_type
 from kvcr_actors.devices.row_mover import PlaneTable
 from kvcr_actors.errors import ConfigError, DeadlineError, DeviceError
-from kvcr_actors.ports import CopyOutcome, Description, Services
+from kvcr_actors.ports import CopyOutcome, Description, LayerWaits, Services
 from kvcr_actors.runtime.operation import Operation
 from kvcr_actors.runtime.owner_thread import OwnerThread, close_threads
 from kvcr_actors.types import CacheLayout
@@ -58,7 +59,7 @@ class _Pool:
     staging_pages: int
 
 
-class CpuDevice:
+class CpuDevice(LayerWaits):
     """The `Device` port on a CPU: over pools of its own, or over an engine's tensors.
 
     `pages` (a number, or one a pool) makes layer-first pools of so many pages. `planes[pool][plane]` are an engine's
@@ -95,6 +96,13 @@ class CpuDevice:
         self._pools = [self._make_pool(pool, size) for pool in range(len(layout.pools))]
         self._threads: dict[Direction, OwnerThread] = {}
         self._closing: tuple[OwnerThread, ...] = ()
+        self._restored = threading.Condition()
+        self._restores_given = 0
+        self._restores_over = 0
+
+    def pages_of(self, pool: int) -> int:
+        """Pages of one pool."""
+        return self._pools[pool].pages
 
     async def open(self, services: Services) -> None:
         """Start the copy threads."""
@@ -113,9 +121,19 @@ class CpuDevice:
         if thread is None:
             return Operation[CopyOutcome].finished(_refused(plan, "the device is not open"))
         self.submits += 1
+        self._restores_given += plan.direction is Direction.TO_DEVICE
         return thread.submit(
             lambda: self._run(plan, awaited), lambda error: _all_failed(plan, f"the copy thread failed: {error!r}")
         )
+
+    def wait_layer(self, layer: int, stream: Any = None, *, deadline_s: float = 1.0) -> None:
+        """Block until every restore that was submitted is over; a CPU has all layers at once, and no streams."""
+        given = self._restores_given
+        with self._restored:
+            if not self._restored.wait_for(lambda: self._restores_over >= given, deadline_s):
+                raise DeadlineError(
+                    f"layer {layer}: {given - self._restores_over} restores ran on after {deadline_s:g} s"
+                )
 
     async def close(self, deadline_s: float) -> None:
         """Let queued copies end and stop the threads; DeadlineError if they do not end in time.
@@ -169,7 +187,17 @@ class CpuDevice:
         return _Pool(segments, pages, slots, is_dense, staging_bytes // spec.page_bytes)
 
     def _run(self, plan: CopyPlan, fences: Sequence[CpuFence]) -> CopyOutcome:
-        """On its direction's thread: wait for the fences, then copy pool by pool."""
+        """On its direction's thread."""
+        try:
+            return self._copy_all(plan, fences)
+        finally:
+            if plan.direction is Direction.TO_DEVICE:
+                with self._restored:
+                    self._restores_over += 1
+                    self._restored.notify_all()
+
+    def _copy_all(self, plan: CopyPlan, fences: Sequence[CpuFence]) -> CopyOutcome:
+        """Wait for the fences, then copy pool by pool."""
         try:
             for fence in fences:
                 fence.wait(self._fence_deadline_s)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Generic, TypeVar
+from itertools import accumulate
+from typing import Any, Generic, TypeVar, cast
 
 import attrs
 import torch
@@ -16,7 +18,7 @@ from kvcr_actors.devices.host_memory import CopyMemory
 from kvcr_actors.devices.layer_groups import MAX_GROUPS, LayerGate, check_layers
 from kvcr_actors.devices.row_mover import PlaneTable, RowMover, make_mover
 from kvcr_actors.errors import ConfigError, DeadlineError, DeviceError
-from kvcr_actors.ports import CopyOutcome, Description, Services
+from kvcr_actors.ports import CopyOutcome, Description, LayerWaits, PageListsRead, ReadsPageLists, Services
 from kvcr_actors.runtime.operation import Operation
 from kvcr_actors.runtime.owner_thread import OwnerThread, close_threads
 from kvcr_actors.types import CacheLayout
@@ -31,7 +33,7 @@ _LEAST_INDEX_BYTES = 4 << 10
 _LAUNCH_DEADLINE_S = 60.0
 
 
-class CopyEngine(Generic[S, E]):
+class CopyEngine(LayerWaits, ReadsPageLists, Generic[S, E]):
     """The `Device` port over an engine's own page pools, on any `CopyRuntime`.
 
     `planes[pool][plane]` are the engine's tensors (see `PlaneTable`); `layers[pool][plane]` says which layer reads
@@ -87,11 +89,17 @@ class CopyEngine(Generic[S, E]):
         self._lanes: dict[Direction, CopyLane[S, E]] = {}
         self._waiters: dict[Direction, OwnerThread] = {}
         self._launcher: OwnerThread | None = None
+        self._reader: OwnerThread | None = None
         self._threads: tuple[OwnerThread, ...] = ()
         """All that `close` has to end."""
+        self._reading: S | None = None
         self._services: Services | None = None
         self._open: set[CopyJob[E]] = set()
         self._launch_on_caller = launch_on_caller
+
+    def pages_of(self, pool: int) -> int:
+        """Pages of one pool."""
+        return self._table.pages[pool]
 
     async def open(self, services: Services) -> None:
         """Start the threads, take the staging memory and compile the kernels; DeviceError if one of them fails."""
@@ -104,7 +112,9 @@ class CopyEngine(Generic[S, E]):
         for direction in Direction:
             self._waiters[direction] = OwnerThread(f"kvcr-wait-{direction.value}", services)
             self._waiters[direction].post(self._runtime.bind_thread)
-        self._threads = (launcher, *self._waiters.values())
+        self._reader = OwnerThread("kvcr-page-lists", services)
+        self._reader.post(self._runtime.bind_thread)
+        self._threads = (launcher, *self._waiters.values(), self._reader)
         self._services = services
         self._launcher = launcher
 
@@ -129,6 +139,40 @@ class CopyEngine(Generic[S, E]):
         self._waiters[plan.direction].post(partial(self._finish, job))
         return job.operation
 
+    def read_page_lists(self, lists: Sequence[torch.Tensor], fences: Sequence[object] = ()) -> Operation[PageListsRead]:
+        """Read tensors of page ids on a thread of its own, once every fence allows it; they must stay as they are."""
+        reader = self._reader
+        if reader is None:
+            return Operation[PageListsRead].finished(PageListsRead(error="the device is not open"))
+        try:
+            events = tuple(self._runtime.as_event(fence) for fence in fences)
+        except (DeviceError, RuntimeError) as error:
+            return Operation[PageListsRead].finished(PageListsRead(error=f"fence: {error}"))
+        return reader.submit(
+            partial(self._read_lists, tuple(lists), events),
+            lambda error: PageListsRead(error=f"its page lists were not read: {error}"),
+        )
+
+    def _read_lists(self, lists: Sequence[torch.Tensor], events: Sequence[E]) -> PageListsRead:
+        """On the reading thread: one copy for all lists, behind the events."""
+        stream = self._runtime.stream() if self._reading is None else self._reading
+        self._reading = stream
+        for event in events:
+            self._runtime.wait(stream, event)
+        lengths = [len(one) for one in lists]
+        host = torch.empty(sum(lengths), dtype=torch.int64, pin_memory=self._runtime.device.type == "cuda")
+        joined: list[torch.Tensor] = []
+
+        def copy() -> None:
+            joined.append(torch.cat([one.to(torch.int64) for one in lists]))
+            host.copy_(joined[0], non_blocking=True)
+
+        self._runtime.launch(stream, copy)
+        self._runtime.synchronize(self._runtime.record(stream, blocking=True))
+        ids = cast("list[int]", host.tolist())  # pyright: ignore[reportUnknownMemberType]
+        ends = list(accumulate(lengths))
+        return PageListsRead(tuple(array("q", ids[end - n : end]) for end, n in zip(ends, lengths, strict=True)))
+
     def wait_layer(self, layer: int, stream: S | None = None, *, deadline_s: float = 1.0) -> None:
         """Make the engine's stream (the current one) wait on the device for a layer's part of the restores under way.
 
@@ -145,7 +189,7 @@ class CopyEngine(Generic[S, E]):
 
         Copies that run past it are settled as failed, and become quiet when they end. A further `close` waits again.
         """
-        self._launcher = None
+        self._launcher = self._reader = None
         try:
             await close_threads(self._threads, deadline_s)
         except DeadlineError as error:

@@ -61,6 +61,11 @@ class LoopDevice:
         self._release = anyio.Event()
         self._services: Services | None = None
 
+    def pages_of(self, pool: int) -> int:
+        """Pages of one pool: as many as of each other."""
+        del pool
+        return self._pages
+
     async def open(self, services: Services) -> None:
         """Start to take submits."""
         self._services = services

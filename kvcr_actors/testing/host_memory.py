@@ -22,6 +22,11 @@ class BytesHostMemory:
         self.slots = slots
         self._views = tuple(memoryview(bytearray(slots * pool.page_bytes)) for pool in layout.pools)
 
+    def slots_of(self, pool: int) -> int:
+        """Slots of one pool: as many as of each other."""
+        del pool
+        return self.slots
+
     def buffer(self, pool: int) -> memoryview:
         """The pool's bytes, flat and writable."""
         return self._views[pool]
