@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvcr_actors import _platform as _platform  # first: what follows imports what only Linux has
 from kvcr_actors.aio import AsyncController, open_controller
+from kvcr_actors.aio_store import AsyncStoreClient, open_store_client
 from kvcr_actors.config import ControllerConfig
 from kvcr_actors.controller import CacheController
 from kvcr_actors.core.accounting import RequestAccount, TierAccount
@@ -52,6 +53,7 @@ from kvcr_actors.errors import (
 )
 from kvcr_actors.events.config import EventsConfig
 from kvcr_actors.events.contexts import ContextTable
+from kvcr_actors.host_buffers import HostBuffers
 from kvcr_actors.logs import configure_logging
 from kvcr_actors.messages import (
     BackupAck,
@@ -64,6 +66,7 @@ from kvcr_actors.messages import (
 )
 from kvcr_actors.ports import Device, EventSink, HostMemory, Ranks, RunningEventSink, Store, StoreTraits
 from kvcr_actors.ranks.single import SingleRank
+from kvcr_actors.store_client import StoreClient
 from kvcr_actors.stores.registry import open_store, store_names
 from kvcr_actors.types import (
     NO_SLOT,
@@ -124,6 +127,7 @@ __all__ = [
     "ActorEscalatedError",
     "AllPages",
     "AsyncController",
+    "AsyncStoreClient",
     "BackupAck",
     "BackupNode",
     "BlockGroups",
@@ -155,6 +159,7 @@ __all__ = [
     "ForeignHostPools",
     "Gauges",
     "HitPolicy",
+    "HostBuffers",
     "HostMemory",
     "HostPools",
     "InvalidNodeError",
@@ -191,6 +196,7 @@ __all__ = [
     "SkipReason",
     "StopPolicy",
     "Store",
+    "StoreClient",
     "StoreError",
     "StoreFormatError",
     "StoreLockedError",
@@ -208,6 +214,7 @@ __all__ = [
     "layout_name",
     "open_controller",
     "open_store",
+    "open_store_client",
     "page_key",
     "page_keys",
     "router_key",

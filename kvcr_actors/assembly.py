@@ -23,7 +23,6 @@ from kvcr_actors.actors.restore import RestoreActor
 from kvcr_actors.actors.state import Inboxes, LoopState
 from kvcr_actors.config import ControllerConfig
 from kvcr_actors.core.host_tier import HostTier
-from kvcr_actors.core.inventory import InventoryEvent
 from kvcr_actors.core.ledger import ClaimLedger
 from kvcr_actors.core.stats import ControllerStats
 from kvcr_actors.desk import EngineDesk
@@ -31,8 +30,8 @@ from kvcr_actors.errors import ControllerClosedError
 from kvcr_actors.events.contexts import ContextTable
 from kvcr_actors.events.feed import EventFeed
 from kvcr_actors.messages import Completion, ControllerFailed
-from kvcr_actors.port_life import PORT_CLOSE_BUDGETS, opened
-from kvcr_actors.ports import Description, Device, EventSink, OperationId, Ranks, RankTerms, RunningEventSink, Store
+from kvcr_actors.port_life import PORT_CLOSE_BUDGETS, open_sinks, opened
+from kvcr_actors.ports import Description, Device, EventSink, OperationId, Ranks, RankTerms, Store
 from kvcr_actors.runtime.bell import LoopBell
 from kvcr_actors.runtime.breath import no_breath
 from kvcr_actors.runtime.inbox import Inbox
@@ -41,7 +40,7 @@ from kvcr_actors.runtime.progress import Progress
 from kvcr_actors.runtime.questions import Questions
 from kvcr_actors.runtime.runtime import Runtime
 from kvcr_actors.runtime.supervisor import ActorSpec, RestartPolicy, raising_sole_cause
-from kvcr_actors.services import LoopServices, StoreServices
+from kvcr_actors.services import LoopServices, StoreServices, refuse_events
 from kvcr_actors.store_slot import STORE_CLOSE_BUDGETS, StoreSlot, close_slot
 from kvcr_actors.types import MissReason
 
@@ -191,26 +190,18 @@ class Assembly:
     async def _run_sinks(
         self, tasks: anyio.abc.TaskGroup, bell: LoopBell, started: Callable[[], None], stop: anyio.Event
     ) -> None:
-        services = LoopServices(tasks, bell, self._refuse_events)
-        budget_s = self.config.drain_budget_s
+        services = LoopServices(tasks, bell, refuse_events)
         async with AsyncExitStack() as sinks:
-            for sink in self._sinks:
-                if isinstance(sink, RunningEventSink):
-                    name = f"event sink {type(sink).__name__}"
-                    await sinks.enter_async_context(opened(name, sink, partial(sink.open, services), budget_s))
+            await open_sinks(sinks, self._sinks, services, self.config.drain_budget_s)
             try:
                 await self._run_ports(tasks, bell, started, stop)
             finally:
                 self._outlets.publish(last=True)
 
-    @staticmethod
-    def _refuse_events(events: Sequence[InventoryEvent]) -> None:
-        raise TypeError(f"{len(events)} events were published by a sink, the device or the ranks; only a store does")
-
     async def _run_ports(
         self, tasks: anyio.abc.TaskGroup, bell: LoopBell, started: Callable[[], None], stop: anyio.Event
     ) -> None:
-        services = LoopServices(tasks, bell, self._refuse_events)
+        services = LoopServices(tasks, bell, refuse_events)
         state = self._state = LoopState(
             config=self.config,
             host=self.host,

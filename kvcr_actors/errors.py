@@ -42,7 +42,7 @@ class ActorEscalatedError(KvcrActorsError):
 
 
 class ControllerClosedError(KvcrActorsError):
-    """The controller was closed, or failed; the cause is chained. Open a new one."""
+    """The controller (or store client) was closed, or failed; the cause is chained. Open a new one."""
 
 
 class DeadlineError(KvcrActorsError):

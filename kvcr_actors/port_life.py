@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import Protocol
 
 import anyio
 import structlog
 
 from kvcr_actors.errors import DeadlineError
+from kvcr_actors.ports import EventSink, RunningEventSink, Services
 
 log = structlog.get_logger()
 
@@ -36,6 +38,14 @@ async def opened(
         yield
     finally:
         await close_port(what, port.close, budget_s)
+
+
+async def open_sinks(stack: AsyncExitStack, sinks: Sequence[EventSink], services: Services, budget_s: float) -> None:
+    """Open those event sinks that have something to start; the stack closes them."""
+    for sink in sinks:
+        if isinstance(sink, RunningEventSink):
+            name = f"event sink {type(sink).__name__}"
+            await stack.enter_async_context(opened(name, sink, partial(sink.open, services), budget_s))
 
 
 @asynccontextmanager

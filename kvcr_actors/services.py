@@ -64,3 +64,8 @@ class StoreServices(LoopServices):
                 log.error("store.task_failed", task=name, exc_info=error)
 
         super().spawn(contained, name)
+
+
+def refuse_events(events: Sequence[InventoryEvent]) -> None:
+    """What happens to events of a port that has none to tell: TypeError."""
+    raise TypeError(f"{len(events)} events were published by a sink, the device or the ranks; only a store does")

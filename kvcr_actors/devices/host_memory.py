@@ -19,11 +19,9 @@ import torch
 from kvcr_actors.devices.host_limits import explain_shortage, memory_limits
 from kvcr_actors.devices.host_transfers import HostRun
 from kvcr_actors.errors import ConfigError, DeviceError, NoHostMemoryError
+from kvcr_actors.host_buffers import POISON_BYTE
 from kvcr_actors.ports import HostMemory
 from kvcr_actors.types import CacheLayout
-
-POISON_BYTE = 0xDB
-"""What a freed slot is overwritten with."""
 
 _TOUCH_CHUNK = 256 << 20
 _MPOL_BIND = 2

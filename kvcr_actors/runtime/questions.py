@@ -27,7 +27,8 @@ class Questions:
     and answers what was entered second.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, owner: str = "the controller") -> None:
+        self._owner = owner
         self._bell: LoopBell | None = None
         self._errands: Inbox[Errand] = Inbox("errands", sys.maxsize)
         self._open: set[Future[Any]] = set()
@@ -112,8 +113,8 @@ class Questions:
 
     def _closed(self) -> ControllerClosedError:
         if self._failure is None:
-            return ControllerClosedError("the controller is not running; start it first")
-        error = ControllerClosedError(f"the controller failed: {self._failure}")
+            return ControllerClosedError(f"{self._owner} is not running; start it first")
+        error = ControllerClosedError(f"{self._owner} failed: {self._failure}")
         error.__cause__ = self._failure
         return error
 

@@ -9,10 +9,10 @@ import attrs
 
 from kvcr_actors.core.copy_plan import CopyPlan, Direction, PoolCopy
 from kvcr_actors.errors import DeadlineError
+from kvcr_actors.host_buffers import POISON_BYTE
 from kvcr_actors.ports import CopyOutcome, Description, HostMemory, Services
 from kvcr_actors.runtime.operation import Operation
 from kvcr_actors.testing.faults import Fault, FaultPlan
-from kvcr_actors.testing.host_memory import POISON
 from kvcr_actors.types import CacheLayout
 
 
@@ -121,7 +121,7 @@ class LoopDevice:
 
     def poison(self, pool: int, pages: Sequence[int]) -> None:
         """Overwrite pages that the engine gave up."""
-        self.load(pool, pages, bytes([POISON]) * (self.layout.pools[pool].page_bytes * len(pages)))
+        self.load(pool, pages, bytes([POISON_BYTE]) * (self.layout.pools[pool].page_bytes * len(pages)))
 
     async def _run(self, job: _Job) -> None:
         try:

@@ -1,0 +1,3 @@
+from tests.stores.conftest import make_store
+
+__all__ = ["make_store"]
