@@ -48,3 +48,17 @@ def test_the_event_benchmark_measures_our_publisher_with_both_readers(tmp_path: 
         assert run["dropped"] == 0
         assert 0 < run["publish_us"] <= run["publish_max_us"]
     assert len([line for line in done.stdout.splitlines() if line.lstrip().startswith("| ours")]) == 2
+
+
+def test_the_store_client_benchmark_measures_every_store_size_and_way():
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / "store_client.py", "--rounds", "1", "--pages", "4"],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith(("| memory", "| disk"))]
+    assert len(rows) == 12
+    assert all(float(cell.strip(" |")) > 0 for row in rows for cell in row[3:])
