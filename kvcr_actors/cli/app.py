@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.metadata import version
+from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Final, NoReturn
 
 from cyclopts import App, CycloptsError
 
@@ -20,6 +23,10 @@ from kvcr_actors.logs import configure_logging
 
 PROGRAM = "kvcr-actors"
 EXIT_HEALTHY, EXIT_UNHEALTHY, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_TERMINATED = 0, 1, 2, 130, 143
+
+_OUTPUT_FAILED: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+_LONGEST: Final = 1_000
+_STANDARD_ERROR: Final = 2
 
 app = App(
     name=PROGRAM,
@@ -41,10 +48,10 @@ class _Terminated(KeyboardInterrupt):
 
 def main() -> NoReturn:
     """Run the command line of this process, and exit with its status."""
+    _open_what_is_closed()
     signal.signal(signal.SIGTERM, _terminate)
     status = run(sys.argv[1:])
-    _flush_quietly()
-    sys.exit(status)
+    sys.exit(_flushed(status))
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -78,6 +85,11 @@ def _guarded(call: Callable[[], int], name: str) -> int:
     except BrokenPipeError:
         _mute_output()
         return EXIT_UNHEALTHY
+    except OSError as error:
+        if error.errno not in _OUTPUT_FAILED:
+            raise
+        _complain(name, _no_room(error))
+        return EXIT_UNHEALTHY
     except CycloptsError as error:
         _complain(name, f"{error}; see {name} --help")
         return EXIT_BAD_INPUT
@@ -98,14 +110,36 @@ def _done(end: KeyboardInterrupt) -> str:
 
 
 def _complain(name: str, message: str) -> None:
-    print(f"{name}: {' '.join(message.split())}", file=sys.stderr)
+    words = " ".join(message.split())
+    with suppress(OSError):  # nobody can be told
+        print(f"{name}: {words if len(words) <= _LONGEST else f'{words[:_LONGEST]}...'}", file=sys.stderr)
 
 
-def _flush_quietly() -> None:
+def _open_what_is_closed() -> None:
+    """Give standard streams that are closed the null device: else the next file that is opened would be one of them."""
+    while (handle := os.open(os.devnull, os.O_RDWR)) <= _STANDARD_ERROR:
+        pass
+    os.close(handle)
+    sys.stdout = sys.stdout or Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - for the process's life
+    sys.stderr = sys.stderr or Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
+
+
+def _flushed(status: int) -> int:
+    """Write what is still buffered; a status of failure if that fails."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
         _mute_output()
+    except OSError as error:
+        _mute_output()
+        if not status:
+            _complain(PROGRAM, _no_room(error))
+        return status or EXIT_UNHEALTHY
+    return status
+
+
+def _no_room(error: OSError) -> str:
+    return f"output cannot be written ({error.strerror}); make room for it, or name another place"
 
 
 def _mute_output() -> None:

@@ -41,6 +41,7 @@ def replay(
     /,
     *,
     limit: Annotated[int | None, _option("limit", "Replay only the first requests.", "all")] = None,
+    block_tokens: Annotated[int | None, _option("block_tokens", "Tokens for which the trace has one block id.")] = None,
     sequential: Annotated[
         bool | None, _option("sequential", "One request at a time, each until all is quiet.", "no", negative="")
     ] = None,
@@ -105,7 +106,7 @@ def _pair(text: str) -> tuple[str, str]:
 
 def _run(options: ReplayOptions, given: frozenset[str]) -> int:
     _check_hosts(options)
-    requests = read_trace(options.trace or shipped_trace(), options.limit)
+    requests = read_trace(options.trace or shipped_trace(), options.limit, options.block_tokens)
     options.check_capacities(requests)
     errors = Console(stderr=True)
     with ExitStack() as stack:

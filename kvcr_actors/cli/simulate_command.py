@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from cyclopts import Parameter
 from rich.console import Console
@@ -15,6 +15,8 @@ from kvcr_actors.simulation.faults import parse_kinds
 from kvcr_actors.simulation.report import SimulationReport, render
 from kvcr_actors.simulation.run import SeedResult, run_seeds
 from kvcr_actors.simulation.world import SimulationOptions
+
+_MOST_JOBS: Final = 1_024
 
 
 def simulate(
@@ -35,8 +37,8 @@ def simulate(
     fired, 2 for bad input and 130 for Ctrl-C, which ends all processes at once and prints what ran until then.
     """
     chosen = _seeds(seeds)
-    if jobs < 1:
-        raise ConfigError(f"--jobs {jobs}: seeds need a process to run in; give 1 or more")
+    if not 1 <= jobs <= _MOST_JOBS:
+        raise ConfigError(f"--jobs {jobs}: seeds need processes to run in; give 1 to {_MOST_JOBS}")
     options = SimulationOptions(ranks=ranks, kinds=parse_kinds(faults), steps=steps, loop=loop)
     report = SimulationReport(options, faults, asked=len(chosen))
     try:
@@ -73,9 +75,9 @@ def _run(report: SimulationReport, seeds: range, jobs: int) -> None:
 
 
 def _seeds(text: str) -> range:
-    match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text)
+    match = re.fullmatch(r"(\d{1,18})(?:\.\.(\d{1,18}))?", text)
     if match is None:
-        raise ConfigError(f"--seeds: {text!r} is no range of seeds; write for example 0..99, or 17")
+        raise ConfigError(f"--seeds: {text[:40]!r} is no range of seeds; write for example 0..99, or 17")
     first, last = int(match[1]), int(match[2] or match[1])
     if last < first:
         raise ConfigError(f"--seeds: {text} is empty; the first seed must not be above the last")

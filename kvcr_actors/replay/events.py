@@ -18,16 +18,19 @@ from kvcr_actors.types import PageContext, PageKey
 _VOCABULARY_MASK: Final = (1 << 17) - 1
 
 
-def block_tokens(block: int) -> array[int]:
-    """Give the 512 token ids, each below 131,072, that a trace's block id stands for; the same in every process."""
-    words = np.frombuffer(shake_128(block.to_bytes(8, "little")).digest(4 * BLOCK_TOKENS), dtype="<u4")
+def block_tokens(block: int, count: int = BLOCK_TOKENS) -> array[int]:
+    """Give the token ids, each below 131,072, that a trace's block id stands for; the same in every process."""
+    words = np.frombuffer(shake_128(block.to_bytes(8, "little")).digest(4 * count), dtype="<u4")
     return array("I", (words & _VOCABULARY_MASK).astype(np.uint32).tobytes())
 
 
 class TraceContexts:
     """What each block of a trace was computed from; tokens are made when they are asked for."""
 
-    def __init__(self, requests: Sequence[TraceRequest], keys: Sequence[Sequence[PageKey]]) -> None:
+    def __init__(
+        self, requests: Sequence[TraceRequest], keys: Sequence[Sequence[PageKey]], tokens: int = BLOCK_TOKENS
+    ) -> None:
+        self._tokens = tokens
         self._blocks: dict[PageKey, int] = {}
         for request, chain in zip(requests, keys, strict=True):
             self._blocks.update(zip(chain, request.hash_ids, strict=True))
@@ -35,7 +38,7 @@ class TraceContexts:
     def find(self, key: PageKey) -> Origin | None:
         """Find a block by its page key."""
         block = self._blocks.get(key)
-        return None if block is None else (PageContext(block_tokens(block), BLOCK_TOKENS), 0)
+        return None if block is None else (PageContext(block_tokens(block, self._tokens), self._tokens), 0)
 
 
 def events_config(options: ReplayOptions) -> EventsConfig | None:

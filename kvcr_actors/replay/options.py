@@ -12,8 +12,8 @@ import attrs
 from kvcr_actors.errors import ConfigError
 from kvcr_actors.events.config import EventsConfig
 from kvcr_actors.events.wire import DIALECTS
-from kvcr_actors.replay.outputs import check_output
-from kvcr_actors.replay.trace import TraceRequest, shipped_trace
+from kvcr_actors.replay.outputs import check_output, is_same_file, is_within
+from kvcr_actors.replay.trace import BLOCK_TOKENS, TraceRequest, shipped_trace
 from kvcr_actors.stores.registry import store_names
 from kvcr_actors.types import AllPages, CacheLayout, HitPolicy, PoolSpec, TrailingPages, WritePolicy
 
@@ -24,6 +24,8 @@ PLOT_SUFFIXES: Final = (".png", ".svg", ".pdf")
 
 _PLANES = (8, 4, 2, 1)
 _GIB = 1 << 30
+_MOST = (1 << 63) - 1
+_MOST_BLOCK_TOKENS = 1 << 16
 
 
 def option_name(field: str) -> str:
@@ -31,10 +33,17 @@ def option_name(field: str) -> str:
     return "TRACE" if field == "trace" else f"--{field.replace('_', '-')}"
 
 
-def _whole(least: int) -> Callable[[object, attrs.Attribute[Any], object], None]:
+def _cut(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def _whole(least: int, most: int = _MOST) -> Callable[[object, attrs.Attribute[Any], object], None]:
     def check(options: object, field: attrs.Attribute[Any], value: object) -> None:
         if type(value) is not int or value < least:
-            raise ConfigError(f"{option_name(field.name)}: {value!r} is not a whole number of {least} or more")
+            raise ConfigError(f"{option_name(field.name)}: {_cut(value)} is not a whole number of {least} or more")
+        if value > most:
+            raise ConfigError(f"{option_name(field.name)}: {_cut(value)} is too large; the most is {most}")
 
     return check
 
@@ -73,6 +82,8 @@ class ReplayOptions:
     """The trace; None is the one that ships with the package."""
     limit: int | None = attrs.field(default=None, validator=attrs.validators.optional(_whole(1)))
     """Requests to replay from the start of the trace; None is all."""
+    block_tokens: int = attrs.field(default=BLOCK_TOKENS, validator=_whole(1, _MOST_BLOCK_TOKENS))
+    """Tokens for which the trace has one id; its lengths must fit it."""
     sequential: bool = False
     """Each request waits until every actor is quiet: hits are then exactly those of an LRU a tier."""
     concurrency: int = attrs.field(default=16, validator=_whole(1))
@@ -140,11 +151,18 @@ class ReplayOptions:
     def _check_outputs(self) -> None:
         if self.plot is not None and self.plot.suffix.lower() not in PLOT_SUFFIXES:
             raise ConfigError(f"--plot: {self.plot} has no picture's suffix; end it in {', '.join(PLOT_SUFFIXES)}")
-        if self.json is not None and self.json == self.plot:
+        if self.json is not None and self.plot is not None and is_same_file(self.json, self.plot):
             raise ConfigError(f"--plot: {self.plot} is the --json file too; give each a file of its own")
         for name, path in (("--json", self.json), ("--plot", self.plot)):
             if path is not None:
+                self._check_is_no_input(name, path)
                 check_output(name, path)
+
+    def _check_is_no_input(self, name: str, path: Path) -> None:
+        if is_same_file(path, shipped_trace() if self.trace is None else self.trace):
+            raise ConfigError(f"{name}: {path} is the trace; name another file")
+        if self.store_path is not None and is_within(path, self.store_path):
+            raise ConfigError(f"{name}: {path} is in the folder of the store; name a file elsewhere")
 
     @property
     def has_store(self) -> bool:

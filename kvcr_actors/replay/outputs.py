@@ -28,6 +28,26 @@ def check_output(option: str, path: Path) -> None:
         raise ConfigError(f"{option}: {path} cannot be written ({error.strerror}); name another file") from error
 
 
+def is_same_file(one: Path, other: Path) -> bool:
+    """Whether two paths name one file, also by a link or by another way there; neither need exist."""
+    try:
+        return one.samefile(other)
+    except OSError:
+        return _real(one) == _real(other)
+
+
+def is_within(path: Path, folder: Path) -> bool:
+    """Whether a path lies in a folder, or is it, by whatever way."""
+    return _real(path).is_relative_to(_real(folder))
+
+
+def _real(path: Path) -> Path:
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError):  # links in a circle
+        return path.absolute()
+
+
 @contextmanager
 def whole_file(path: Path) -> Generator[Path, None, None]:
     """Lend a temporary file beside `path`; it takes the name at the end, or goes if the body does not get there."""

@@ -65,7 +65,7 @@ class _Run:
         self._report = ReplayReport()
         sinks: list[EventSink] = [self._index]
         if (events := events_config(options)) is not None:
-            sinks.append(ZmqEventSink(events, TraceContexts(requests, self._keys)))
+            sinks.append(ZmqEventSink(events, TraceContexts(requests, self._keys, options.block_tokens)))
         self.controller = CacheController(
             _config(options),
             device=self._device,

@@ -26,6 +26,9 @@ _RELEASE_S = 0.45
 """How long what stalls, stalls at most."""
 _SETTLE_S = 60.0
 _LIFE_S = 3600.0
+MOST_RANKS = 64
+"""Of more, the turns of one thread take longer than the deadlines of the ranks allow for: what fails is no rule."""
+_MOST_STEPS = 10**9
 
 
 @attrs.frozen
@@ -38,8 +41,10 @@ class SimulationOptions:
     loop: str = "trio"
 
     def __attrs_post_init__(self) -> None:
-        if self.ranks < 1 or self.steps < 1:
-            raise ConfigError(f"--ranks {self.ranks}, --steps {self.steps}: give 1 or more")
+        if not 1 <= self.ranks <= MOST_RANKS:
+            raise ConfigError(f"--ranks {self.ranks}: give 1 to {MOST_RANKS}; all of them run in one thread")
+        if not 1 <= self.steps <= _MOST_STEPS:
+            raise ConfigError(f"--steps {self.steps}: give 1 to {_MOST_STEPS}")
         if self.loop not in ("asyncio", "trio"):
             raise ConfigError(f"--loop: {self.loop!r} is neither asyncio nor trio")
 

@@ -20,7 +20,7 @@ def long_trace(folder: Path) -> Path:
     path = folder / "long.jsonl"
     with path.open("w") as file:
         for number in range(LONG):
-            record = {"timestamp": number, "input_length": 9, "output_length": 3, "hash_ids": [0, number + 1]}
+            record = {"timestamp": number, "input_length": 900, "output_length": 3, "hash_ids": [0, number + 1]}
             file.write(f"{json.dumps(record)}\n")
     return path
 

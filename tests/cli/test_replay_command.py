@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
+import json
 import os
 import signal
 import subprocess
@@ -16,7 +18,7 @@ import pytest
 from kvcr_actors.cli.app import run
 from kvcr_actors.replay.options import ReplayOptions, option_name
 
-GOOD = '{"timestamp": 0, "input_length": 9, "output_length": 3, "hash_ids": [0, 1, 2]}\n'
+GOOD = '{"timestamp": 0, "input_length": 1500, "output_length": 3, "hash_ids": [0, 1, 2]}\n'
 
 
 @pytest.fixture
@@ -93,6 +95,11 @@ def test_an_unreadable_trace_is_named(trace: Path, capsys: pytest.CaptureFixture
         (("--pools", "kv,zzz"), "--pools: 'zzz' is not known"),
         (("--sequential", "--concurrency", "4"), "--concurrency: a --sequential replay runs one request at a time"),
         (("--device-blocks", "many"), 'Invalid value for --device-blocks: unable to convert "many" into int'),
+        (("--device-blocks", "9" * 5_000), "--device-blocks"),
+        (("--device-blocks", "9" * 4_000), "--device-blocks: 9999999999999999999999999999999999999... is too large"),
+        (("--seed", "9" * 30), "--seed: 999999999999999999999999999999 is too large; the most is"),
+        (("--block-tokens", "0"), "--block-tokens: 0 is not a whole number of 1 or more"),
+        (("--block-tokens", "16"), "takes 94 blocks of 16 tokens; give an id for every 16 tokens"),
         (("--device-blocks", "0"), "--device-blocks: 0 is not a whole number of 1 or more"),
         (("--write-policy", "never"), "--write-policy"),
         (("--loop", "uvloop"), "--loop"),
@@ -121,6 +128,92 @@ def test_bad_input_touches_neither_files_nor_the_store_folder(
     fails(capsys, trace, *store, "--json", old, "--device-blocks", 1)
     assert old.read_text() == "old"
     assert sorted(tmp_path.iterdir()) == [trace, old]
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+@pytest.mark.parametrize("way", ["itself", "relative", "symlink", "hard link"])
+def test_no_output_goes_over_the_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], way: str, option: str
+) -> None:
+    path, alias = tmp_path / "trace.png", tmp_path / "alias.png"
+    path.write_text(GOOD * 3)
+    monkeypatch.chdir(tmp_path)
+    if way == "symlink":
+        alias.symlink_to(path)
+    elif way == "hard link":
+        alias.hardlink_to(path)
+    output = {"itself": path, "relative": Path("../") / tmp_path.name / "trace.png"}.get(way, alias)
+    assert f"{option}: {output} is the trace; name another file" in fails(capsys, path, option, output)
+    assert path.read_text() == GOOD * 3
+
+
+@pytest.mark.parametrize("way", ["relative", "symlink", "hard link"])
+def test_two_outputs_are_two_files(
+    tmp_path: Path, trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], way: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    first, second = tmp_path / "a.png", tmp_path / "b.png"
+    if way == "relative":
+        second = Path("./a.png")
+    else:
+        first.write_text("old")
+        (second.symlink_to if way == "symlink" else second.hardlink_to)(first)
+    assert "is the --json file too" in fails(capsys, trace, "--json", first, "--plot", second)
+
+
+def test_no_output_goes_into_the_folder_of_the_store(
+    tmp_path: Path, trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "store").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "store")
+    words = ("--store", "disk", "--store-path", tmp_path / "store", "--json", tmp_path / "link" / "index.sqlite3")
+    assert "is in the folder of the store; name a file elsewhere" in fails(capsys, trace, *words)
+
+
+def shell(words: str) -> subprocess.CompletedProcess[str]:
+    command = f"{sys.executable} -m kvcr_actors {words}"
+    return subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=100, check=False)
+
+
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [
+        ("replay {trace} --no-progress > /dev/full", 1),
+        ("--help > /dev/full", 1),
+        ("replay {trace} --no-progress >&-", 0),
+        ("replay {trace} --no-progress >&- 2>&- <&-", 0),
+        ("replay {trace} --nonsense 2> /dev/full", 2),
+    ],
+)
+def test_an_output_that_is_full_or_closed_leaves_no_traceback(trace: Path, words: str, status: int) -> None:
+    done = shell(words.format(trace=trace))
+    assert done.returncode == status, done.stderr
+    assert "Traceback" not in done.stderr
+    if "> /dev/full" in words and "2>" not in words:
+        assert done.stderr.splitlines()[-1].endswith(
+            "output cannot be written (No space left on device); make room for it, or name another place"
+        )
+
+
+def test_a_report_for_which_there_is_no_room_is_one_line(
+    tmp_path: Path, trace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, text: str) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path), text[:0])
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert run(["replay", str(trace), "--no-progress", "--json", str(tmp_path / "report.json")]) == 1
+    assert "output cannot be written (No space left on device)" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [trace]
+
+
+def test_blocks_of_another_size_are_replayed_and_published(tmp_path: Path) -> None:
+    path = tmp_path / "small.jsonl"
+    record = {"timestamp": 0, "input_length": 521, "output_length": 1, "hash_ids": list(range(33))}
+    path.write_text(json.dumps(record) + "\n")
+    words = ["replay", str(path), "--no-progress", "--page-bytes", "64"]
+    assert run(words) == 2
+    assert run([*words, "--block-tokens", "16"]) == 0
 
 
 def test_an_unknown_command_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:

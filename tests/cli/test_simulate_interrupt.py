@@ -16,6 +16,7 @@ import pytest
 from kvcr_actors.cli.app import run
 from kvcr_actors.simulation.report import SimulationReport
 from kvcr_actors.simulation.run import SeedResult
+from kvcr_actors.simulation.world import MOST_RANKS
 
 PROGRAM = (sys.executable, "-m", "kvcr_actors", "simulate")
 ENDLESS = ("--seeds", "0..9", "--steps", "100000000")
@@ -94,6 +95,35 @@ def test_a_signal_ends_the_one_seed_of_a_single_process(loop: str) -> None:
     assert errors == "kvcr-actors simulate: interrupted; 0 of 10 seeds ran\n"
     assert returned == 130
     assert re.search(r"seeds\s+│\s+0 of 10 ", output)
+
+
+def test_a_signal_ends_the_most_ranks_that_there_may_be() -> None:
+    returned, _, errors, _ = interrupt("--ranks", str(MOST_RANKS), sent=signal.SIGINT, started=0)
+    assert errors == "kvcr-actors simulate: interrupted; 0 of 10 seeds ran\n"
+    assert returned == 130
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (("--ranks", "65"), "--ranks 65: give 1 to 64; all of them run in one thread"),
+        (("--ranks", "100000"), "--ranks 100000: give 1 to 64"),
+        (("--ranks", "0"), "--ranks 0: give 1 to 64"),
+        (("--steps", "9" * 30), "give 1 to 1000000000"),
+        (("--jobs", "100000"), "--jobs 100000: seeds need processes to run in; give 1 to 1024"),
+        (("--jobs", "0"), "--jobs 0: seeds need processes to run in"),
+        (("--seeds", "9" * 5_000), "--seeds: '9999999999999999999999999999999999999999' is no range of seeds"),
+        (("--ranks", "9" * 5_000), "--ranks"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused_in_one_line(
+    words: tuple[str, str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["simulate", *words]) == 2
+    errors = capsys.readouterr().err
+    assert complaint in errors
+    assert len(errors) < 1_200
+    assert errors.count("\n") == 1
 
 
 @pytest.mark.parametrize("jobs", ["1", "2"])

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import gzip
 import json
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
 from kvcr_actors.errors import TraceError
+from kvcr_actors.replay import trace
 from kvcr_actors.replay.trace import TraceRequest, find_real_trace, read_trace, shipped_trace
 
 GOOD = {"timestamp": 0, "input_length": 700, "output_length": 3, "hash_ids": [0, 7]}
@@ -66,8 +68,19 @@ def test_the_limit_counts_requests_and_leaves_later_lines_unread(tmp_path: Path)
         (GOOD | {"timestamp": False}, "timestamp false"),
         (GOOD | {"input_length": -5}, "input_length -5"),
         (GOOD | {"output_length": None}, "output_length null"),
-        (GOOD | {"hash_ids": [0]}, "hash_ids has 1 of the 2 blocks that input_length 700 takes"),
-        (GOOD | {"input_length": 1_025}, "hash_ids has 2 of the 3 blocks that input_length 1025 takes; give an id for"),
+        (GOOD | {"hash_ids": [0]}, "hash_ids has 1 ids, but input_length 700 takes 2 blocks of 512 tokens"),
+        (GOOD | {"input_length": 512}, "hash_ids has 2 ids, but input_length 512 takes 1 blocks of 512 tokens"),
+        (
+            GOOD | {"input_length": 521, "hash_ids": list(range(33))},
+            "hash_ids has 33 ids, but input_length 521 takes 2 blocks .*: --block-tokens 16 would fit",
+        ),
+        ('{"timestamp": 0, "input_length": ' + "9" * 5_000 + "}", r"not JSON \(a number of 5,000 digits\)"),
+        ('{"timestamp": 1e999}', "the field 'input_length' is missing"),
+        (GOOD | {"input_length": 10**300}, r"input_length 10{36}\.\.\. is not"),
+        (
+            GOOD | {"input_length": 1_025},
+            "hash_ids has 2 ids, but input_length 1025 takes 3 blocks of 512 tokens; give an id for",
+        ),
     ],
 )
 def test_a_bad_line_is_named_with_its_file_and_number(tmp_path: Path, line: object, complaint: str) -> None:
@@ -119,11 +132,65 @@ def test_damaged_gzip_data_is_named_with_the_line_it_stops_at(tmp_path: Path) ->
         read_trace(path)
 
 
-def test_a_gzipped_file_without_the_suffix_is_recognised_as_not_text(tmp_path: Path) -> None:
-    path = tmp_path / "t.jsonl"
+@pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.GZ", "t"])
+def test_a_gzipped_trace_may_have_any_name(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
     path.write_bytes(gzip.compress(json.dumps(GOOD).encode()))
-    with pytest.raises(TraceError, match=r"line 1: not UTF-8 text; a gzipped trace must end in \.gz"):
+    assert len(read_trace(path)) == 1
+
+
+def test_a_mark_of_utf8_at_the_beginning_is_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(GOOD).encode())
+    assert len(read_trace(path)) == 1
+
+
+@pytest.mark.parametrize(
+    ("data", "complaint"),
+    [
+        (
+            b"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,4808,10\n",
+            "looks like CSV, as the traces",
+        ),
+        (b"Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n", "have no ids of blocks"),
+        (json.dumps(GOOD).encode("utf-16"), "this is UTF-16 text; convert it with iconv"),
+        (b"\xfe\xff" + json.dumps(GOOD).encode("utf-16-be"), "this is UTF-16 text"),
+        (b"\x28\xb5\x2f\xfd1234", "this is zstd data; unpack it"),
+        (b"PK\x03\x04", "this is a zip archive"),
+        (b"{\xff}", "not UTF-8 text"),
+    ],
+)
+def test_other_formats_are_named(tmp_path: Path, data: bytes, complaint: str) -> None:
+    path = tmp_path / "t.jsonl"
+    for content in (data, gzip.compress(data)):
+        path.write_bytes(content)
+        with pytest.raises(TraceError, match=f"line 1: .*{complaint}"):
+            read_trace(path)
+
+
+def test_a_line_without_end_is_read_no_further_than_its_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace, "LINE_BYTES", 1 << 20)
+    path = tmp_path / "t.jsonl.gz"
+    with gzip.open(path, "wb", 1) as packed:
+        for _ in range(64):
+            packed.write(b"1" * (1 << 20))
+    tracemalloc.start()
+    with pytest.raises(TraceError, match="line 1: longer than 1 MiB; write one JSON object a line"):
         read_trace(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 16 << 20
+
+
+def test_a_line_as_long_as_it_may_be_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = json.dumps(GOOD) + "\n"
+    monkeypatch.setattr(trace, "LINE_BYTES", len(line))
+    assert len(read_trace(write_lines(tmp_path / "t.jsonl", GOOD, GOOD))) == 2
+
+
+def test_the_size_of_blocks_can_be_another(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "t.jsonl", GOOD | {"input_length": 521, "hash_ids": list(range(33))})
+    assert len(read_trace(path, block_tokens=16)[0].hash_ids) == 33
 
 
 def test_the_shipped_trace_shares_prefixes_and_fits_the_default_tiers() -> None:

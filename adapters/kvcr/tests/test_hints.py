@@ -43,6 +43,7 @@ def test_unknown_actions_are_ignored():
         ({"source_control_endpoint": "tcp://10.0.0.1:5000"}, HintRefusal.HOST),
         ({"source_control_endpoint": "tcp://127.0.0.1:0"}, HintRefusal.MALFORMED),
         ({"source_control_endpoint": "tcp://127.0.0.1:65536"}, HintRefusal.MALFORMED),
+        ({"source_control_endpoint": "tcp://127.0.0.1:" + "9" * 5_000}, HintRefusal.MALFORMED),
         ({"source_control_endpoint": "tcp://*:5000"}, HintRefusal.MALFORMED),
         ({"source_control_endpoint": "tcp://127.0.0.1"}, HintRefusal.MALFORMED),
         ({"source_control_endpoint": "ipc://127.0.0.1:5000"}, HintRefusal.MALFORMED),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ FETCH_ACTION = "kv.fetch"
 FETCH_VERSION = "1.0"
 MOST_HASHES = 1 << 16
 _U64 = 1 << 64
+_PORT = re.compile(r"[0-9]{1,5}")
 _WILDCARDS = frozenset({"", "*", "0.0.0.0", "::", "[::]"})  # noqa: S104 - refused, not bound
 
 
@@ -60,7 +62,7 @@ def parse_endpoint(text: object) -> tuple[str, int] | None:
     if not isinstance(text, str) or not text.startswith("tcp://"):
         return None
     host, separator, port = text.removeprefix("tcp://").rpartition(":")
-    if not separator or host in _WILDCARDS or not port.isascii() or not port.isdecimal():
+    if not separator or host in _WILDCARDS or not _PORT.fullmatch(port):
         return None
     if any(character.isspace() or character in "/@" for character in host) or not 0 < int(port) < 1 << 16:
         return None
