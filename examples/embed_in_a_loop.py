@@ -21,6 +21,7 @@ from kvcr_actors import (
     PrefetchCancelled,
     PrefetchReady,
     PrefetchRequest,
+    ResetFinished,
     RestoreFinished,
 )
 
@@ -177,6 +178,8 @@ def serve(engine: ToyEngine, device: CpuDevice, store: Store) -> None:
                         engine.may_change_pages_of([*node_ids, *(node_id for node_id, _ in failed)])
                     case DepositFailed(keys, reason):
                         engine.warn(f"{len(keys)} pages stay out of the store: {reason}")
+                    case ResetFinished(label, host_pages):
+                        engine.warn(f"{label}: {host_pages} pages are forgotten")
                     case ControllerFailed(error):
                         engine.stop(error)
             for request in engine.arrivals():

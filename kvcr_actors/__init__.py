@@ -62,6 +62,7 @@ from kvcr_actors.messages import (
     DepositFailed,
     PrefetchCancelled,
     PrefetchReady,
+    ResetFinished,
     RestoreFinished,
 )
 from kvcr_actors.ports import Device, EventSink, HostMemory, Ranks, RunningEventSink, Store, StoreTraits
@@ -189,6 +190,7 @@ __all__ = [
     "Ranks",
     "RequestAccount",
     "RequestId",
+    "ResetFinished",
     "RestoreFinished",
     "RestoreOrder",
     "RunningEventSink",

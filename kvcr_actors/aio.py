@@ -26,12 +26,14 @@ from kvcr_actors.messages import (
     DepositFailed,
     PrefetchCancelled,
     PrefetchReady,
+    ResetFinished,
     RestoreFinished,
 )
 from kvcr_actors.ports import Device, EventSink, Ranks, Store
 from kvcr_actors.ranks.single import SingleRank
 from kvcr_actors.runtime.hosts import TaskHost
 from kvcr_actors.runtime.supervisor import raising_sole_cause
+from kvcr_actors.store_slot import HostCleared
 from kvcr_actors.types import BackupNode, PageKey, PrefetchRequest, RequestId, RestoreOrder
 
 log = structlog.get_logger()
@@ -205,9 +207,12 @@ class AsyncController:
     async def attach_store(self, store: Store, timeout_s: float = 60.0) -> None:
         """Open a store and use it from now on; what stands in host memory is written to it. Works under load.
 
+        If its namespace is another than that of the store before, host memory is forgotten first, as by a `reset`.
         Raises what the store refuses with, ConfigError if one is attached, or DeadlineError.
         """
         self._check_running()
+        if self._assembly.slot.is_foreign(store):
+            self._desk.forget()
         with anyio.move_on_after(timeout_s):
             await self._assembly.slot.attach(store)
             await self._assembly.slot.deposit_all()
@@ -230,9 +235,26 @@ class AsyncController:
             return
         raise DeadlineError(f"checkpoint {label} was not over within {timeout_s:g} s")
 
-    def clear_host(self) -> None:
-        """Evict from host memory whatever no claim protects."""
-        self._assembly.slot.clear_host()
+    async def reset(
+        self, label: RequestId, *, clear: bool = False, store: Store | None = None, timeout_s: float = 300.0
+    ) -> ResetFinished:
+        """Forget every page that was computed so far (see `CacheController.reset`), and wait until that is over.
+
+        It holds from the call on, also for a caller that is cancelled or runs out of time.
+        """
+        self._check_running()
+        what = f"the end of reset {label}"
+        if ("reset", label) in self._waiters:
+            raise InvalidNodeError(f"{what} is awaited already; use another label")
+        self._desk.reset(label, clear=clear, store=store, attached=self._assembly.store)
+        answer = await self._completion(("reset", label), what, timeout_s)
+        if not isinstance(answer, ResetFinished):
+            raise InvalidNodeError(f"{what} was answered by {answer!r}")
+        return answer
+
+    def clear_host(self) -> HostCleared:
+        """Evict from host memory whatever no claim protects; says how many pages went, and why others stay."""
+        return self._assembly.slot.clear_host()
 
     def describe(self) -> dict[str, Any]:
         """Every actor, inbox and open claim, the tiers and the ports, as they are now."""
@@ -280,6 +302,8 @@ class AsyncController:
                     self._give_request(completion)
                 case DepositFailed():
                     self.failed_deposits.append(completion)
+                case ResetFinished():
+                    self._give(("reset", completion.label), completion)
                 case ControllerFailed():
                     self._failure = completion.error
 

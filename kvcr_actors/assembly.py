@@ -19,6 +19,7 @@ from kvcr_actors.actors.deposit import DepositActor
 from kvcr_actors.actors.prefetch import PrefetchActor, end_ready
 from kvcr_actors.actors.publisher import Outlets, PublisherActor
 from kvcr_actors.actors.reading import PrefixReader
+from kvcr_actors.actors.resetting import Resets
 from kvcr_actors.actors.restore import RestoreActor
 from kvcr_actors.actors.state import Inboxes, LoopState
 from kvcr_actors.config import ControllerConfig
@@ -85,6 +86,7 @@ class Assembly:
         self.outbox: Outbox[Completion] = Outbox()
         self.questions = Questions()
         """What other threads want of the loop."""
+        self.resets = Resets(self.outbox, self.questions)
         self.stats = ControllerStats()
         self.ledger = ClaimLedger()
         self.restores = Progress("steps with restores that the device knows of")
@@ -137,6 +139,7 @@ class Assembly:
             pools=len(self.device.layout.pools),
             host_on=self.device.host.slots > 0,
             store_on=lambda: self.stores,
+            give_reset=self.resets.give,
             join_without=self._join_without if self._ranks.size > 1 else None,
         )
 
@@ -182,6 +185,7 @@ class Assembly:
             self._bell = None
             bell.close()
             self.questions.end()
+            self.resets.end()
             self._feed.close()
             self._outlets.publish(last=True)
             if self.ledger.open:
@@ -220,6 +224,7 @@ class Assembly:
         )
         self.questions.start(bell, tasks)
         slot = self._slot = StoreSlot(state, lambda observe: StoreServices(tasks, bell, observe, self.stats))
+        self.resets.start(state, slot)
         budget_s, terms = self.config.drain_budget_s, self._rank_terms()
         async with (
             opened("device", self.device, partial(self.device.open, services), budget_s),

@@ -21,7 +21,7 @@ from kvcr_actors.ranks.single import SingleRank
 from kvcr_actors.runtime.breath import Breath, no_breath
 from kvcr_actors.runtime.hosts import ThreadHost
 from kvcr_actors.runtime.inline_host import InlineHost
-from kvcr_actors.store_slot import StoreSlot
+from kvcr_actors.store_slot import HostCleared, StoreSlot
 from kvcr_actors.types import BackupNode, PageKey, PrefetchRequest, RequestId, RestoreOrder
 
 HostKind: TypeAlias = Literal["thread", "inline"]
@@ -186,8 +186,11 @@ class CacheController:
     def attach_store(self, store: Store, timeout_s: float = 60.0) -> None:
         """Open a store and use it from now on; what stands in host memory is written to it. Works under load.
 
+        If its namespace is another than that of the store before, host memory is forgotten first, as by a `reset`.
         Raises what the store refuses with, ConfigError if one is attached, or DeadlineError.
         """
+        if self._assembly.slot.is_foreign(store):
+            self._desk.forget()
 
         async def attach(slot: StoreSlot) -> None:
             await slot.attach(store)
@@ -204,13 +207,23 @@ class CacheController:
         """Bring every page of host memory to the store, or raise CheckpointError. Every rank gives the same label."""
         self._on_slot("for a checkpoint", timeout_s, lambda slot: slot.checkpoint(label))
 
-    def clear_host(self, timeout_s: float = 30.0) -> None:
-        """Evict from host memory whatever no claim protects."""
+    def reset(self, label: RequestId, *, clear: bool = False, store: Store | None = None) -> None:
+        """Forget every page that was computed so far: new weights, a new tenant. It is an order, and does not wait.
 
-        async def clear(slot: StoreSlot) -> None:
-            slot.clear_host()
+        From now on no such page is used, wherever it stands, in host memory or in the store; what is written after the
+        reset is. `clear` empties the store that is attached; `store` takes its place, and what the old one keeps stays
+        under its namespace. With a store attached one of both is needed: ConfigError. `ResetFinished` has the label,
+        which is the same on every rank, and says when all is over.
+        """
+        self._desk.reset(label, clear=clear, store=store, attached=self._assembly.store)
 
-        self._on_slot("to clear host memory", timeout_s, clear)
+    def clear_host(self, timeout_s: float = 30.0) -> HostCleared:
+        """Evict from host memory whatever no claim protects; says how many pages went, and why others stay."""
+
+        async def clear(slot: StoreSlot) -> HostCleared:
+            return slot.clear_host()
+
+        return self._on_slot("to clear host memory", timeout_s, clear)
 
     def describe(self, timeout_s: float = 5.0) -> dict[str, Any]:
         """Every actor, inbox and open claim, the tiers and the ports, as they are now."""
@@ -251,9 +264,9 @@ class CacheController:
             return False
         return condition()
 
-    def _on_slot(self, what: str, timeout_s: float, task: Callable[[StoreSlot], Awaitable[None]]) -> None:
+    def _on_slot(self, what: str, timeout_s: float, task: Callable[[StoreSlot], Awaitable[T]]) -> T:
         """Run a task about the store on the loop, and wait for its end."""
-        self._answer(what, timeout_s, self._assembly.questions.run(lambda: task(self._assembly.slot)))
+        return self._answer(what, timeout_s, self._assembly.questions.run(lambda: task(self._assembly.slot)))
 
     def _answer(self, what: str, timeout_s: float, answer: Future[T]) -> T:
         """Wait for what the loop was asked. DeadlineError after `timeout_s`: then the loop goes on with it."""

@@ -14,7 +14,7 @@ from kvcr_actors.core.accounting import PrefixOutcome, RequestAccount, settle
 from kvcr_actors.core.inventory import InventoryEvent
 from kvcr_actors.core.rounds import first_agreement, step_operation
 from kvcr_actors.core.stats import ControllerStats
-from kvcr_actors.errors import InboxClosedError, InboxFullError, InvalidNodeError
+from kvcr_actors.errors import ConfigError, InboxClosedError, InboxFullError, InvalidNodeError
 from kvcr_actors.events.feed import EventFeed
 from kvcr_actors.messages import (
     BackupAck,
@@ -23,11 +23,12 @@ from kvcr_actors.messages import (
     Completion,
     PrefetchCancelled,
     PrefetchReady,
+    ResetCaches,
     RestoreStep,
     StartPrefetches,
     StopPrefetches,
 )
-from kvcr_actors.ports import OperationId
+from kvcr_actors.ports import OperationId, Store
 from kvcr_actors.runtime.outbox import Outbox
 from kvcr_actors.types import BackupNode, MissReason, PrefetchRequest, RequestId, RestoreOrder, SkipReason
 
@@ -50,6 +51,7 @@ class EngineDesk:
         pools: int,
         host_on: bool,
         store_on: Callable[[], bool],
+        give_reset: Callable[[ResetCaches], None],
         join_without: Callable[[Sequence[OperationId]], None] | None = None,
     ) -> None:
         self._inboxes = inboxes
@@ -62,6 +64,10 @@ class EngineDesk:
         self._host_on = host_on or join_without is not None
         self._join_without = join_without
         self._store_on = store_on
+        self._give_reset = give_reset
+        self._resets = 0
+        self._stale = 0
+        """The queued nodes, from the first on, that were written before the last reset."""
         self._step = 0
         self.restore_steps = 0
         """Steps with restores that were handed over."""
@@ -103,8 +109,9 @@ class EngineDesk:
         if self._nodes:
             step = self._step = self._step + 1
             nodes, self._nodes = self._nodes, []
+            stale, self._stale = self._stale, 0
             try:
-                self._inboxes.backup.post(BackUpStep(step, nodes, fence))
+                self._inboxes.backup.post(BackUpStep(step, nodes, fence, self._resets, stale))
             except (InboxFullError, InboxClosedError) as refusal:
                 self._refuse_nodes(step, nodes, refusal)
         elif not self._has_orders:
@@ -156,6 +163,36 @@ class EngineDesk:
         self._stops.append(request_id)
         self._has_orders = True
 
+    def reset(self, label: RequestId, *, clear: bool, store: Store | None, attached: Store | None) -> None:
+        """Hand over a reset, at once: it ends what is queued here as well. ConfigError says what it must say."""
+        if self._join_without is not None and not isinstance(label, str | int | bytes):
+            raise ConfigError(f"reset {label!r}: ranks can agree on a str, int or bytes only")
+        if label is None:
+            raise ConfigError("reset: give it a label, by which its ResetFinished is known")
+        if attached is not None and not clear:
+            if store is None:
+                raise ConfigError(
+                    f"reset {label}: store {attached.name} holds pages of before; say clear=True to empty it, or give "
+                    "the store that takes its place (detach_store before the reset leaves none)"
+                )
+            if attached.traits.namespace and attached.traits.namespace == store.traits.namespace:
+                raise ConfigError(
+                    f"reset {label}: store {store.name} has the namespace of the pages to be forgotten; give it a new "
+                    "one, or say clear=True"
+                )
+        self.forget(label, clear=clear, store=store)
+
+    def forget(self, label: RequestId | None = None, *, clear: bool = False, store: Store | None = None) -> None:
+        """Have everything forgotten that was computed before; without a label nobody hears of the end."""
+        self._resets += 1
+        self._stale = len(self._nodes)
+        self._orders.clear()  # the prefixes that they name end with the reset
+        requests, self._requests = self._requests, []
+        for request in requests:
+            account = self._refused(request, MissReason.RESET)
+            self._outbox.deliver((PrefetchReady(request.request_id, request.device_pages, account),))
+        self._give_reset(ResetCaches(self._resets, label, clear, store))
+
     def publish(self, events: Sequence[InventoryEvent]) -> None:
         """Queue inventory events of the engine's own tier; they leave with the end of the step, in order."""
         self._events.extend(events)
@@ -173,7 +210,7 @@ class EngineDesk:
         if self._orders:
             orders, self._orders = self._orders, []
             try:
-                inboxes.restore.post(RestoreStep(orders, fence, self.restore_steps + 1))
+                inboxes.restore.post(RestoreStep(orders, fence, self.restore_steps + 1, self._resets))
                 self.restore_steps += 1
             except (InboxFullError, InboxClosedError):
                 # Their prefixes are still held: a cancel ends them the same way.
@@ -192,7 +229,7 @@ class EngineDesk:
         if self._requests:
             requests, self._requests = self._requests, []
             try:
-                inboxes.prefetch.post(StartPrefetches(requests))
+                inboxes.prefetch.post(StartPrefetches(requests, self._resets))
             except (InboxFullError, InboxClosedError) as refusal:
                 self._refuse_requests(requests, refusal)
         if self._stops:

@@ -10,7 +10,7 @@ import attrs
 from kvcr_actors.core.accounting import RequestAccount
 from kvcr_actors.core.host_tier import Growth, HostPage
 from kvcr_actors.core.ledger import Claim
-from kvcr_actors.ports import CopyOutcome, OperationId
+from kvcr_actors.ports import CopyOutcome, OperationId, Store
 from kvcr_actors.runtime.operation import Operation
 from kvcr_actors.types import BackupNode, NodeId, PageKey, PrefetchRequest, RequestId, RestoreOrder, SkipReason
 
@@ -27,6 +27,10 @@ class BackUpStep:
     step: int
     nodes: Sequence[BackupNode]
     fence: object | None = None
+    resets: int = 0
+    """How many resets the engine has given, those before the flush included; so in every order that has it."""
+    stale: int = 0
+    """The step's first nodes, which were written before the last of these resets."""
 
 
 # To the confirmation actor.
@@ -69,6 +73,8 @@ class CopyStarted:
     failed: tuple[tuple[NodeId, SkipReason], ...] = ()
     operation: OperationId = ("backup", 0)
     """What ranks agree on for this step."""
+    generation: int = 0
+    """That of the host's pages when they were staged."""
 
 
 # To the deposit actor.
@@ -90,6 +96,7 @@ class StartPrefetches:
     """Look up, read and hold the prefixes of these requests."""
 
     requests: Sequence[PrefetchRequest]
+    resets: int = 0
 
 
 @attrs.frozen
@@ -119,6 +126,23 @@ class RestoreStep:
     fence: object | None = None
     number: int = 0
     """How many steps with restores the engine has handed over, this one included."""
+    resets: int = 0
+
+
+# To the loop itself: no actor may see an order behind it sooner.
+
+
+@attrs.frozen(eq=False)
+class ResetCaches:
+    """Forget every page that was computed before; the `number` of the order counts from 1.
+
+    `clear` empties the store that is attached, `store` takes its place. Without a label nobody is told of the end.
+    """
+
+    number: int
+    label: RequestId | None = None
+    clear: bool = False
+    store: Store | None = None
 
 
 # To the publisher.
@@ -183,6 +207,23 @@ class DepositFailed:
 
 
 @attrs.frozen
+class ResetFinished:
+    """A reset is over: nothing that was computed before it is left, but what is named here.
+
+    `host_pages` stood ready in host memory, `store_pages` were cleared from the store; `ended` counts the nodes,
+    prefetches and restores that ended with the reason `reset`. `kept` pages are still under a copy that does not end:
+    nobody uses them, and their slots come back later. `error` says what of the store, or of other ranks, went wrong.
+    """
+
+    label: RequestId
+    host_pages: int
+    store_pages: int = 0
+    ended: int = 0
+    kept: int = 0
+    error: str | None = None
+
+
+@attrs.frozen
 class ControllerFailed:
     """An actor used up its restarts: no more completions follow, and the caches must be treated as cold."""
 
@@ -190,5 +231,5 @@ class ControllerFailed:
 
 
 Completion: TypeAlias = (
-    BackupAck | PrefetchReady | RestoreFinished | PrefetchCancelled | DepositFailed | ControllerFailed
+    BackupAck | PrefetchReady | RestoreFinished | PrefetchCancelled | DepositFailed | ResetFinished | ControllerFailed
 )

@@ -183,6 +183,14 @@ class BatchOutcome:
 
 
 @attrs.frozen
+class ClearOutcome:
+    """How a clear ended: the pages that went, and why it failed, if it did: then the store may serve old pages."""
+
+    pages: int = 0
+    error: str | None = None
+
+
+@attrs.frozen
 class StoreTraits:
     """What a store declares of itself; read directly, once."""
 
@@ -196,6 +204,8 @@ class StoreTraits:
     """A read's time before any page, and for each page of it; a remote store declares more."""
     read_budget_page_s: float = 0.01
     write_budget_s: float = 30.0
+    namespace: bytes = b""
+    """The digest of the namespace under which it keeps pages; empty if it does not say, and is taken at its word."""
     cannot_store: str = ""
     """Why this rank cannot store, by its layout, its role or a failed start: then it goes on as without a store."""
 
@@ -248,6 +258,14 @@ class Store(Protocol):
 
     def align(self, keys: Sequence[PageKey]) -> None:
         """Refresh the recency of a prefix (root to tail), so that its tail is evicted before its head."""
+        ...
+
+    def clear(self) -> Operation[ClearOutcome]:
+        """Forget every page, for good: none comes back with a restart, nor by a write that was asked for before.
+
+        From the call on lookups are misses; what is written after it is held. TierCleared tells that pages went. A
+        failure is an outcome with an error.
+        """
         ...
 
     def contents(self) -> frozenset[PageKey]:

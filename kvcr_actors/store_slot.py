@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import anyio
+import attrs
 import structlog
 
 from kvcr_actors.actors.read_share import prefetch_admission
@@ -14,9 +15,10 @@ from kvcr_actors.actors.store_guard import GuardedStore
 from kvcr_actors.core.host_tier import HostPage, PageState
 from kvcr_actors.core.inventory import InventoryEvent, Ownership, TierCleared
 from kvcr_actors.errors import CheckpointError, ConfigError, InboxClosedError, InboxFullError
-from kvcr_actors.messages import DepositPages
+from kvcr_actors.messages import DepositPages, ResetCaches
 from kvcr_actors.port_life import close_port, closed_if_cut_short
-from kvcr_actors.ports import Services, Store
+from kvcr_actors.ports import ClearOutcome, Services, Store
+from kvcr_actors.runtime.operation import Operation
 from kvcr_actors.types import PageKey, Tier
 
 log = structlog.get_logger()
@@ -28,6 +30,38 @@ STORE_CLOSE_BUDGETS = 3
 """Drain budgets that a store may take to be quiet and to close."""
 
 
+@attrs.define
+class _Hearing:
+    """Whether a store's events are still passed on."""
+
+    on: bool = True
+
+
+@attrs.frozen(eq=False)
+class StoreReset:
+    """What becomes of the store at a reset: `goes` is to be closed, `comes` takes its place."""
+
+    goes: Store | None = None
+    guarded: GuardedStore | None = None
+    """The one through which pages of before were read and written: it starts nothing more."""
+    cleared: Operation[ClearOutcome] | None = None
+    stays: Store | None = None
+    comes: Store | None = None
+
+
+@attrs.frozen
+class HostCleared:
+    """What `clear_host` did: `cleared` pages went; `claimed` stay for whoever holds them or a page below them.
+
+    `filling` pages are on their way there, `forgotten` ones of an earlier generation are still under a copy.
+    """
+
+    cleared: int
+    claimed: int = 0
+    filling: int = 0
+    forgotten: int = 0
+
+
 class StoreSlot:
     """Attaches and detaches stores of one controller. Everything is on the loop, and one call runs at a time."""
 
@@ -37,7 +71,16 @@ class StoreSlot:
         self._state = state
         self._make_services = make_services
         self._store: Store | None = None
+        self._hearing = _Hearing()
+        self._closed = False
         self._turn = anyio.Lock()
+        self.namespace = b""
+        """That of the last store that named one: pages in host memory are of it."""
+
+    def is_foreign(self, store: Store) -> bool:
+        """Whether a store keeps pages of another namespace than those that host memory may hold."""
+        named = store.traits.namespace
+        return self._store is None and bool(named and self.namespace) and named != self.namespace
 
     @property
     def store(self) -> Store | None:
@@ -46,48 +89,99 @@ class StoreSlot:
 
     async def attach(self, store: Store) -> None:
         """Open a store and use it from now on. ConfigError or StoreError say why it cannot be used."""
-        state = self._state
+        self._state.begin_resets()
         async with self._turn:
-            if self._store is not None:
-                raise ConfigError(f"store {self._store.name} is attached; detach it before store {store.name} comes")
-            if state.host.capacity:
-                prefetch_admission(state.config, state.host.capacity)  # refused now, not at the first request
-            guarded = GuardedStore(store, state.stats)
+            await self._attach(store)
 
-            def observe(events: Sequence[InventoryEvent]) -> None:
-                if not guarded.is_retired:
-                    state.observe_store(events)
+    async def _attach(self, store: Store) -> None:
+        state, hearing = self._state, _Hearing()
+        if self._store is not None:
+            raise ConfigError(f"store {self._store.name} is attached; detach it before store {store.name} comes")
+        if state.host.capacity:
+            prefetch_admission(state.config, state.host.capacity)  # refused now, not at the first request
+        guarded = GuardedStore(store, state.stats)
 
-            async with closed_if_cut_short(f"store {store.name}", store, state.config.drain_budget_s):
-                await store.open(self._make_services(observe), state.device.host)
-            self._store = store
-            if reason := store.traits.cannot_store:
-                log.warning("store.stands_aside", store=store.name, reason=reason)
-            else:
-                state.store = guarded
+        def observe(events: Sequence[InventoryEvent]) -> None:
+            if hearing.on:
+                state.observe_store(events)
+
+        async with closed_if_cut_short(f"store {store.name}", store, state.config.drain_budget_s):
+            await store.open(self._make_services(observe), state.device.host)
+        self._store, self._hearing = store, hearing
+        self.namespace = store.traits.namespace or self.namespace
+        if reason := store.traits.cannot_store:
+            log.warning("store.stands_aside", store=store.name, reason=reason)
+        else:
+            state.store = guarded
 
     async def detach(self, budget_s: float, *, for_good: bool = False) -> None:
         """Use the store no more: what is in flight ends, then it is closed. DeadlineError if it is not quiet by then.
 
         `for_good` is the controller's own end: nobody is told that the tier is gone.
         """
-        state = self._state
         async with self._turn:
-            guarded, store = state.store, self._store
+            self._closed = self._closed or for_good
+            guarded, store = self._state.store, self._store
             if store is None:
                 return
-            state.store = self._store = None
+            self._let_go(guarded, for_good=for_good)
+            await _close(store, guarded, budget_s)
+
+    def begin_reset(self, order: ResetCaches) -> StoreReset:
+        """In the turn of a reset: nothing that was computed before it is read, written or looked up any more."""
+        state, store, guarded = self._state, self._store, self._state.store
+        if store is None or order.label is None:
+            return StoreReset(comes=order.store)
+        if guarded is not None:
+            guarded.retire()
+        cleared = guarded.clear() if order.clear and guarded is not None else None
+        if order.clear and order.store is None:
+            state.store = None if guarded is None else GuardedStore(store, state.stats)
+            return StoreReset(guarded=guarded, cleared=cleared, stays=store)
+        self._let_go(guarded)
+        return StoreReset(store, guarded, cleared, comes=order.store)
+
+    async def end_reset(self, reset: StoreReset) -> tuple[int, list[str]]:
+        """Wait until the store is cleared, or exchanged; returns the pages cleared and what went wrong, in words.
+
+        A store that could not be cleared is detached: it might serve what it should have forgotten.
+        """
+        budget_s, errors, pages, goes = self._state.config.drain_budget_s, list[str](), 0, reset.goes
+        async with self._turn:
+            if reset.cleared is not None and reset.guarded is not None:
+                outcome = None
+                with anyio.move_on_after(max(budget_s, reset.guarded.traits.write_budget_s)):
+                    outcome = await reset.cleared.outcome()
+                outcome = outcome or ClearOutcome(error="it did not end in time")
+                pages = outcome.pages
+                if outcome.error is not None:
+                    errors.append(f"the store was not cleared, and is detached: {outcome.error}")
+                    if self._store is not None and self._store is reset.stays:
+                        goes = self._store
+                        self._let_go(self._state.store)
             try:
-                if guarded is not None:
-                    guarded.retire()
-                    with anyio.move_on_after(budget_s):
-                        await guarded.quiet()
-                await store.close(budget_s)
-            finally:
-                if not for_good:
-                    for page in state.host.snapshot():
-                        page.stored = False
-                    state.publish(_STORE_GONE)
+                if goes is not None:
+                    await _close(goes, reset.guarded, budget_s)
+            except Exception as error:  # noqa: BLE001 - a store is foreign code; it is detached all the same
+                errors.append(f"store {goes.name} was not closed: {error}" if goes else str(error))
+            try:
+                if reset.comes is not None and not self._closed:
+                    await self._attach(reset.comes)
+            except Exception as error:  # noqa: BLE001 - as above
+                errors.append(f"store {reset.comes.name} was not attached: {error}" if reset.comes else str(error))
+        return pages, errors
+
+    def _let_go(self, guarded: GuardedStore | None, *, for_good: bool = False) -> None:
+        """Use the store that is attached no more, and tell that what it held is gone."""
+        state = self._state
+        state.store = self._store = None
+        self._hearing.on = False
+        if guarded is not None:
+            guarded.retire()
+        if not for_good:
+            for page in state.host.snapshot():
+                page.stored = False
+            state.publish(_STORE_GONE)
 
     async def deposit_all(self) -> list[PageKey]:
         """Write every page that stands ready in host memory; returns those that the store lacks afterwards."""
@@ -109,10 +203,12 @@ class StoreSlot:
         if not agreed:
             raise CheckpointError("another rank could not bring its pages to its store, or did not answer")
 
-    def clear_host(self) -> None:
-        """Evict from host memory whatever no claim protects."""
-        self._state.host.clear()
+    def clear_host(self) -> HostCleared:
+        """Evict from host memory whatever no claim protects, and say what stays."""
+        host = self._state.host
+        cleared = host.clear()
         self._state.publish_changes()
+        return HostCleared(cleared, host.ready_pages, host.filling_pages, host.forgotten_pages)
 
     async def _deposit(self, pages: Sequence[HostPage]) -> None:
         """Send what the store lacks of some pages (parents first) to the deposit actor, and wait for the end of it."""
@@ -139,6 +235,14 @@ class StoreSlot:
             await anyio.sleep(state.config.deposit_backoff_s)
             return
         await state.deposit_over(lacking[-1])
+
+
+async def _close(store: Store, guarded: GuardedStore | None, budget_s: float) -> None:
+    """Let what is in flight end, then close a store."""
+    if guarded is not None:
+        with anyio.move_on_after(budget_s):
+            await guarded.quiet()
+    await store.close(budget_s)
 
 
 async def close_slot(slot: StoreSlot, budget_s: float) -> None:

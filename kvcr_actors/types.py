@@ -66,6 +66,8 @@ class MissReason(enum.StrEnum):
     """This rank's store has the page, and another rank has no store at all."""
     NOT_RESTORED = "not_restored"
     RESTORE_FAILED = "restore_failed"
+    RESET = "reset"
+    """It was computed before a reset, or asked for before one."""
     STOPPED = "stopped"
 
 
@@ -80,6 +82,8 @@ class SkipReason(enum.StrEnum):
     RANKS_DISAGREED = "ranks_disagreed"
     STORE_FULL = "store_full"
     STORE_FAILED = "store_failed"
+    RESET = "reset"
+    """It was computed before a reset."""
     STOPPED = "stopped"
 
 

@@ -55,6 +55,7 @@ class BackupActor:
 
     def _submit(self, step: BackUpStep) -> None:
         state = self._state
+        stale = len(step.nodes) if state.is_stale(step.resets) else step.stale
         staging = StepStaging(state)
         claim = state.ledger.take("backup", step.step, staging.give_back)
         copy: Operation[CopyOutcome] | None = None
@@ -63,15 +64,16 @@ class BackupActor:
             operation = step_operation(node.node_id for node in step.nodes)
         handed_over = False
         try:
-            staging.stage(step.nodes)
+            staging.stage(step.nodes, stale)
             state.publish_changes()
             if not staging.nodes:
                 state.join_without(operation)
                 state.acknowledge(step.step, staging.done, staging.failed)
                 return
             copy = self._launch(step, staging)
-            done, failed = tuple(staging.done), tuple(staging.failed)
-            handed_over = self._hand_over(CopyStarted(step.step, copy, staging.nodes, claim, done, failed, operation))
+            done, failed, generation = tuple(staging.done), tuple(staging.failed), state.host.generation
+            started = CopyStarted(step.step, copy, staging.nodes, claim, done, failed, operation, generation)
+            handed_over = self._hand_over(started)
         finally:
             if not handed_over:
                 size = (len(staging.pages) + len(staging.growths)) * state.device.layout.page_bytes

@@ -74,12 +74,18 @@ class ConfirmationActor:
         pinned: list[HostPage] = []
         try:
             outcome = await self._copied(started)
-            if outcome is None:
+            if self._is_forgotten(started):
+                reason = SkipReason.RESET
+            elif outcome is None:
                 reason = SkipReason.COPY_FAILED
             else:
                 good = await self._good(started, outcome, pinned)
                 agreement = self._state.ranks.propose(started.operation, good)
-                self._settle(started, outcome, good, await agreement.outcome())
+                agreed = await agreement.outcome()
+                if self._is_forgotten(started):
+                    reason = SkipReason.RESET
+                else:
+                    self._settle(started, outcome, good, agreed)
         finally:
             # Synchronous on purpose: a cancelled task must not need to wait in order to give back.
             if agreement is not None:
@@ -104,9 +110,16 @@ class ConfirmationActor:
         if not self._open:
             self._idle.set()
 
+    def _is_forgotten(self, started: CopyStarted) -> bool:
+        """Whether a reset came since the step was staged: what was copied belongs to nobody."""
+        return started.generation != self._state.host.generation
+
     async def _copied(self, started: CopyStarted) -> CopyOutcome | None:
         with anyio.move_on_after(self._state.config.copy_deadline_s):
-            return await started.copy.outcome()
+            outcome = await started.copy.outcome()
+            if self._is_forgotten(started):  # no rank waits for it, and its device pages are free when it is quiet
+                await started.copy.quiet()
+            return outcome
         log.error("backup.deadline", step=started.step, seconds=self._state.config.copy_deadline_s)
         return None
 
@@ -123,6 +136,8 @@ class ConfirmationActor:
             for node in started.staged:
                 if node.above is not None and node.above not in own:
                     await state.filled(node.above)
+        if self._is_forgotten(started):
+            return 0
         good = 0
         sound: set[HostPage] = set()
         for node in started.staged:
@@ -200,9 +215,12 @@ class ConfirmationActor:
 
     def _give_up(self, started: CopyStarted, reason: SkipReason, *, joined: bool = False) -> None:
         failed = [*started.failed, *((node.node_id, reason) for node in started.staged)]
+        done = started.done
+        if reason is SkipReason.RESET:  # what they stood on is gone as well
+            done, failed = (), [*failed, *((node_id, reason) for node_id in done)]
         if not joined:
             self._state.join_without(started.operation)
-        self._end(started, (started.done, failed))
+        self._end(started, (done, failed))
 
     def _end(self, started: CopyStarted, answer: _Answer) -> None:
         state, (done, failed) = self._state, answer

@@ -42,6 +42,11 @@ class _Order:
     """Pages of that write: other than the order's, for missing parents are written with them, and batches are short."""
     failed: set[HostPage] = attrs.field(factory=set[HostPage])
 
+    @property
+    def is_forgotten(self) -> bool:
+        """Whether a reset came: the store that is there now must not have these pages."""
+        return any(page.is_forgotten for page in self.pages)
+
 
 class DepositActor:
     """Writes confirmed pages to the store, one batch at a time, in the order in which they were confirmed."""
@@ -110,6 +115,9 @@ class DepositActor:
         try:
             while self._queue:
                 self._current = order = self._queue.popleft()
+                if order.is_forgotten:
+                    self._give_up(order, SkipReason.RESET)
+                    continue
                 if (store := self._state.store) is None:
                     self._give_up(order, SkipReason.TIER_OFF)
                     continue
@@ -174,7 +182,7 @@ class DepositActor:
                 await anyio.sleep(config.deposit_backoff_s * 2 ** (attempt - 1))
             outcomes = await self._write(order, left, store, done)
             if store.is_retired:
-                reasons = dict.fromkeys(left, SkipReason.TIER_OFF)
+                reasons = dict.fromkeys(left, SkipReason.RESET if order.is_forgotten else SkipReason.TIER_OFF)
                 break
             for page, outcome in zip(left, outcomes, strict=True):
                 reasons[page] = _TERMINAL.get(outcome, SkipReason.PARENT_ABSENT)
@@ -228,7 +236,8 @@ class DepositActor:
             keys = tuple(page.key for page, why in lost.items() if why is reason)
             self._state.stats.deposit.skipped[reason] += len(keys)
             log.warning("deposit.failed", pages=len(keys), reason=reason.value)
-            self._state.outbox.deliver((DepositFailed(keys, reason),))
+            if reason is not SkipReason.RESET:  # its end tells of that: such pages stay nowhere
+                self._state.outbox.deliver((DepositFailed(keys, reason),))
 
 
 def _with_missing_parents(pages: Sequence[HostPage]) -> list[HostPage]:

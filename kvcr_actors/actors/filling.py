@@ -158,8 +158,7 @@ class Filling:
         """All reads are quiet: what came too late for the request is kept for others, the rest goes back."""
         state, pages = self._state, self._pages
         endings: list[Callable[[], object]] = []
-        filling = PageState.FILLING
-        if any(page.state is filling for page in pages):
+        if any(page.is_unfilled for page in pages):
             endings += (
                 partial(state.end_fill, pages),
                 self._keep_landed,
@@ -192,7 +191,7 @@ class PageFiller:
         `prefix.miss` says why less is read than was asked for. `wake` must not raise.
         """
         state, request, start = self._state, prefix.request, len(prefix.pages)
-        masks = self._admitted(prefix, masks)
+        masks = self._admitted(prefix, masks) if prefix.is_current else ()
         if not masks:
             return None
         keys = request.keys[start : start + len(masks)]

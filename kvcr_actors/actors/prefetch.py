@@ -61,6 +61,7 @@ class PrefetchActor:
         """How many requests of the batch in hand somebody answers, or has answered: its first ones."""
         self._beginning: PrefetchRequest | None = None
         self._idle = anyio.Event()
+        state.end_searches = self._end_searches
 
     @property
     def busy(self) -> int:
@@ -75,7 +76,7 @@ class PrefetchActor:
             for order in batch:
                 match order:
                     case StartPrefetches():
-                        await self._start_all(order.requests, answers)
+                        await self._start_all(order, answers)
                     case CancelPrefetches():
                         for request_id in order.request_ids:
                             self._cancel(request_id, answers)
@@ -86,16 +87,16 @@ class PrefetchActor:
             self._state.outbox.deliver(answers)
         self._begun = 0
 
-    async def _start_all(self, requests: Sequence[PrefetchRequest], answers: list[Completion]) -> None:
+    async def _start_all(self, order: StartPrefetches, answers: list[Completion]) -> None:
         # A turn for backups of the same step to reserve their pages: these requests may ask for them.
         await checkpoint()
-        for index, request in enumerate(requests):
+        for index, request in enumerate(order.requests):
             if index and not index % _REQUESTS_A_TURN:
                 self._state.outbox.deliver(answers)
                 answers.clear()
                 await checkpoint()
             self._beginning = request
-            self._start(request, answers)
+            self._start(request, answers, ended=MissReason.RESET if self._state.is_stale(order.resets) else None)
             self._note_begun(request)
 
     def _note_begun(self, request: PrefetchRequest) -> None:
@@ -123,14 +124,15 @@ class PrefetchActor:
 
     async def drain(self) -> None:
         """Cancel every search, release every prefix that stands ready, and wait for the tasks to settle."""
-        answers: list[Completion] = []
-        for request_id in self._searches:
-            self._cancel(request_id, answers, MissReason.STOPPED)
-        self._state.outbox.deliver(answers)
+        self._end_searches(MissReason.STOPPED)
         end_ready(self._state, MissReason.STOPPED)
         while self._searches:
             self._idle = anyio.Event()
             await self._idle.wait()
+
+    def _end_searches(self, reason: MissReason) -> None:
+        for search in self._searches.values():
+            search.cancel(reason)
 
     def describe(self) -> dict[str, Any]:
         """What is searched and what stands ready, for people."""
@@ -143,11 +145,22 @@ class PrefetchActor:
         state = self._state
         return HeldPrefix(request, state.host, state.ledger, store_on=state.store is not None)
 
-    def _start(self, request: PrefetchRequest, answers: list[Completion], *, asked_to_stop: bool = False) -> None:
+    def _start(
+        self,
+        request: PrefetchRequest,
+        answers: list[Completion],
+        *,
+        asked_to_stop: bool = False,
+        ended: MissReason | None = None,
+    ) -> None:
         state = self._state
-        if self._is_in_use(request, answers):
+        if self._is_in_use(request, answers, ended):
             return
         prefix = self._new_prefix(request)
+        if ended is not None:
+            state.join_without(first_agreement(request.request_id))
+            end_prefix(state, prefix, ended, answers)
+            return
         if not state.host.capacity:
             state.join_without(first_agreement(request.request_id))
             prefix.miss = MissReason.TIER_OFF
@@ -191,14 +204,14 @@ class PrefetchActor:
         accord = Accord(state.ranks, state.services, request.request_id)
         return Search(prefix, accord, waits, now + state.config.prefetch_deadline_s, question)
 
-    def _is_in_use(self, request: PrefetchRequest, answers: list[Completion]) -> bool:
+    def _is_in_use(self, request: PrefetchRequest, answers: list[Completion], ended: MissReason | None) -> bool:
         """Whether an earlier request has the same id: this one waits if that one is stopping, else it ends here."""
         request_id = request.request_id
         search = self._searches.get(request_id)
         if search is None and request_id not in self._state.prefixes:
             return False
         if search is not None and search.stopped is not None and search.last_behind is None:
-            search.behind.append(Behind(request))
+            search.behind.append(Behind(request, ended))
             return True
         log.error("prefetch.duplicate", request_id=request_id)
         if search is None:

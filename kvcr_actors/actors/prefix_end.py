@@ -33,6 +33,7 @@ def _end_once(state: LoopState, prefix: HeldPrefix, reason: MissReason, answers:
     prefix.miss = reason
     if not prefix.answered:
         state.stats.prefetch.cancelled += 1
+        state.ended_by_reset += reason is MissReason.RESET
     answer_prefix(state, prefix, reason, partial(PrefetchCancelled, request_id), answers)
 
 

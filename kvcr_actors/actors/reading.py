@@ -104,7 +104,7 @@ class PrefixReader:
     async def _read(self, prefix: HeldPrefix, accord: Accord, store: GuardedStore, question: Question | None) -> None:
         keys, state = prefix.request.keys, self._state
         masks: list[int] | None = None
-        while True:
+        while prefix.is_current:
             self._catch_up(prefix)
             start = len(prefix.pages)
             if masks is None and start == len(keys) and not accord.is_shared and prefix.is_whole(state.device.layout):

@@ -29,6 +29,9 @@ class ReadyPrefixes:
 
     def conclude(self, prefix: HeldPrefix, answers: list[Completion]) -> None:
         """Hold the prefix for the engine if it is worth a restore, else end it here; what breaks off is ended too."""
+        if not prefix.is_current:
+            end_prefix(self._state, prefix, MissReason.RESET, answers)
+            return
         try:
             self._hold_or_end(prefix, answers)
         except Exception:

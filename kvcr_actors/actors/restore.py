@@ -54,14 +54,16 @@ class RestoreActor:
     async def handle(self, batch: Sequence[RestoreStep]) -> None:
         """Submit each step's orders together."""
         for step in batch:
-            self._submit(step)
+            # What stood ready before a reset ended with it; an id may name a later request by now.
+            if not self._state.is_stale(step.resets):
+                self._submit(step)
             self._state.restores.reach(step.number)
 
     def abandon(self, batch: Sequence[RestoreStep], error: BaseException) -> None:
         """End the orders of the batch whose prefix still stands ready, as failed."""
         log.error("restore.abandoned", error=repr(error))
         taken: list[_Taken] = []
-        for order in (order for step in batch for order in step.orders):
+        for order in (order for step in batch if not self._state.is_stale(step.resets) for order in step.orders):
             prefix = self._state.prefixes.pop(order.request_id, None)
             if prefix is not None:
                 prefix.advance(Phase.RESTORING)
@@ -170,8 +172,11 @@ class RestoreActor:
             prefix.end()
         if prefix.answered:
             return
+        if not prefix.is_current:
+            ok, self._state.ended_by_reset = False, self._state.ended_by_reset + 1
         used = one.first + order.count if ok else one.first
-        account = prefix.account(used, MissReason.NOT_RESTORED if ok else MissReason.RESTORE_FAILED, one.first)
+        failure = MissReason.RESTORE_FAILED if prefix.is_current else MissReason.RESET
+        account = prefix.account(used, MissReason.NOT_RESTORED if ok else failure, one.first)
         answers.append(prefix.answer(RestoreFinished(order.request_id, used, account)))
         stats.settle(account)
         if not ok:

@@ -48,9 +48,13 @@ class StepStaging:
         self.done: list[NodeId] = []
         self.failed: list[tuple[NodeId, SkipReason]] = []
 
-    def stage(self, nodes: Sequence[BackupNode]) -> None:
-        """Reserve slots for what the host lacks of the nodes' pages, or note why not. Called once."""
-        for position, node in enumerate(nodes):
+    def stage(self, nodes: Sequence[BackupNode], stale: int = 0) -> None:
+        """Reserve slots for what the host lacks of the nodes' pages, or note why not. Called once.
+
+        The first `stale` nodes were written before a reset.
+        """
+        self.failed.extend((node.node_id, SkipReason.RESET) for node in nodes[:stale])
+        for position, node in enumerate(nodes[stale:], stale):
             if len(self._waiting_keys) >= PAGES_A_CALL or self._waits_for_a_page_of(node):
                 self._reserve()
             self._stage(position, node)
@@ -59,7 +63,7 @@ class StepStaging:
         # Those with nothing to reserve did not wait for the others, but ranks must decide in one order.
         self.nodes.sort(key=attrgetter("position"))
         if self._state.is_shared:
-            needs = _needs(nodes)
+            needs = _needs(nodes, stale)
             self.nodes = [attrs.evolve(node, needs=needs[node.position]) for node in self.nodes]
 
     def give_back(self) -> None:
@@ -192,14 +196,14 @@ def _lacking(node: BackupNode, held: Sequence[HostPage]) -> list[tuple[int, Host
     ]
 
 
-def _needs(nodes: Sequence[BackupNode]) -> list[int]:
-    """For each node the bits of those before it that name its parent or a page of its own.
+def _needs(nodes: Sequence[BackupNode], stale: int = 0) -> list[int]:
+    """For each node the bits of those before it, but for the `stale` first, that name its parent or a page of its own.
 
     It follows from the step alone, so every rank finds the same, whatever its host holds.
     """
     named: dict[PageKey, int] = {}
-    needs: list[int] = []
-    for position, node in enumerate(nodes):
+    needs = [0] * stale
+    for position, node in enumerate(nodes[stale:], stale):
         above = 0 if node.parent is None else named.get(node.parent, 0)
         for key in node.keys:
             before = named.get(key, 0)

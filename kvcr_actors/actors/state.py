@@ -13,8 +13,17 @@ import structlog
 
 from kvcr_actors.actors.store_guard import GuardedStore
 from kvcr_actors.config import ControllerConfig
-from kvcr_actors.core.host_tier import Growth, HostPage, HostTier, PagesFreed, PagesRemoved, PagesStored, PageState
-from kvcr_actors.core.inventory import BlocksRemoved, BlocksStored, InventoryEvent
+from kvcr_actors.core.host_tier import (
+    Growth,
+    HostPage,
+    HostTier,
+    PagesForgotten,
+    PagesFreed,
+    PagesRemoved,
+    PagesStored,
+    PageState,
+)
+from kvcr_actors.core.inventory import BlocksRemoved, BlocksStored, InventoryEvent, TierCleared
 from kvcr_actors.core.ledger import Claim, ClaimLedger
 from kvcr_actors.core.prefetch_state import HeldPrefix
 from kvcr_actors.core.stats import ControllerStats
@@ -36,7 +45,7 @@ from kvcr_actors.runtime.inbox import Inbox
 from kvcr_actors.runtime.operation import Operation
 from kvcr_actors.runtime.outbox import Outbox
 from kvcr_actors.runtime.progress import Progress
-from kvcr_actors.types import NodeId, RequestId, SkipReason, Tier
+from kvcr_actors.types import MissReason, NodeId, RequestId, SkipReason, Tier
 
 log = structlog.get_logger()
 
@@ -51,6 +60,10 @@ class Inboxes:
     prefetch: Inbox[PrefetchOrder]
     restore: Inbox[RestoreStep]
     publisher: Inbox[InventoryChanged]
+
+
+def _nothing(*_: object) -> None:
+    """There is nothing to do yet."""
 
 
 @attrs.define(eq=False)
@@ -78,6 +91,14 @@ class LoopState:
     """Prefixes that stand ready, until a restore order, a cancel or the end of their life time takes them."""
     depositing: set[HostPage] = attrs.field(factory=set[HostPage])
     """Pages on their way to the store."""
+    resets: int = 0
+    """How many of the engine's resets were begun."""
+    begin_resets: Callable[[], None] = _nothing
+    """Begin those that the engine has given (see `actors.resetting`)."""
+    end_searches: Callable[[MissReason], None] = _nothing
+    """End every search that the prefetch actor follows."""
+    ended_by_reset: int = 0
+    """Nodes, prefetches and restores that ended for a reset."""
     _deposit_ended: anyio.Event = attrs.field(factory=anyio.Event)
     _reads: int = 0
     _reads_over: anyio.Event = attrs.field(factory=anyio.Event)
@@ -89,7 +110,23 @@ class LoopState:
         """Tell the engine that a step's device pages may change, and count what was not backed up."""
         for _, reason in failed:
             self.stats.backup.skipped[reason] += 1
+            self.ended_by_reset += reason is SkipReason.RESET
         self.outbox.deliver((BackupAck(step, tuple(done), tuple(failed)),))
+
+    def is_stale(self, resets: int) -> bool:
+        """Whether an order was given before a reset that was begun; one given after a reset begins that first."""
+        if resets > self.resets:
+            self.begin_resets()
+        return resets < self.resets
+
+    def forget_host(self, when_gone: Callable[[], None]) -> int:
+        """Make every page of the host unusable at once (see `HostTier.forget`); whoever waits for one waits no more."""
+        count = self.host.forget(when_gone)
+        fills, self._fills = self._fills, {}
+        for event in fills.values():
+            event.set()
+        self.publish_changes()
+        return count
 
     def commit(self, pages: Sequence[HostPage]) -> Sequence[HostPage]:
         """Make filled pages ready; returns those that became so (see `HostTier.commit`). Publish the changes next."""
@@ -155,7 +192,7 @@ class LoopState:
 
     def abandon_unfilled(self, pages: Sequence[HostPage]) -> None:
         """Give back the slots of the pages that were never committed."""
-        lost = [page for page in pages if page.state is PageState.FILLING]
+        lost = [page for page in pages if page.is_unfilled]
         if lost:
             self.host.abandon(lost)
             self._wake(lost)
@@ -206,6 +243,9 @@ class LoopState:
                 case PagesRemoved():
                     self.stats.host_evicted += len(change.keys)
                     events.append(BlocksRemoved(Tier.HOST, change.keys))
+                case PagesForgotten():
+                    self.stats.host_evicted += change.count
+                    events.append(TierCleared(Tier.HOST))
                 case PagesFreed():
                     freed.append(change)
         self.publish(events)
@@ -226,6 +266,9 @@ class LoopState:
                     page = self.host.get(key)
                     if page is not None:
                         page.stored = False
+            elif isinstance(event, TierCleared):
+                for page in self.host.snapshot():
+                    page.stored = False
         self.publish(events)
 
     def _poison(self, freed: PagesFreed) -> None:

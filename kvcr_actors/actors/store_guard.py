@@ -10,7 +10,7 @@ import anyio
 import structlog
 
 from kvcr_actors.core.stats import ControllerStats
-from kvcr_actors.ports import BatchOutcome, PageBatch, PageOutcome, Store, StoreTraits
+from kvcr_actors.ports import BatchOutcome, ClearOutcome, PageBatch, PageOutcome, Store, StoreTraits
 from kvcr_actors.runtime.operation import Operation
 from kvcr_actors.types import PageKey, PrefetchRequest, RequestId
 
@@ -103,6 +103,14 @@ class GuardedStore:
             return self._counted(self._store.write(batch))
         except Exception as error:  # noqa: BLE001 - as above
             return self._failed("write", batch, error)
+
+    def clear(self) -> Operation[ClearOutcome]:
+        """Have the store forget every page; a fault is an outcome. Also for a store that is retired."""
+        try:
+            return self._counted(self._store.clear())
+        except Exception as error:  # noqa: BLE001 - as above
+            self._note("clear", error)
+            return Operation[ClearOutcome].finished(ClearOutcome(error=repr(error)))
 
     def align(self, keys: Sequence[PageKey]) -> None:
         """Refresh a prefix; a fault leaves it as old as it is."""

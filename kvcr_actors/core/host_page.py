@@ -18,6 +18,8 @@ class PageState(enum.Enum):
     FILLING = "filling"
     """It has slots, and a copy into them is to come or under way."""
     READY = "ready"
+    FORGOTTEN = "forgotten"
+    """It belongs to an earlier generation: of no use to anybody, but something still works on its slots."""
     GONE = "gone"
     """It was evicted or abandoned; its slots belong to others."""
 
@@ -40,6 +42,16 @@ class HostPage(TreePage):
         self.mask = 0
         self.state = PageState.FILLING
         self.stored = False
+
+    @property
+    def is_unfilled(self) -> bool:
+        """Whether it has slots, but never became ready: whoever fills it must abandon it."""
+        return not self.ready and self.state is not PageState.GONE
+
+    @property
+    def is_forgotten(self) -> bool:
+        """Whether it belongs to an earlier generation, and something still works on its slots."""
+        return self.state is PageState.FORGOTTEN
 
     def __repr__(self) -> str:
         return f"<host page {self.key.hex()[:16]}, {self.state.value}, slots {self.slots}>"
@@ -73,13 +85,20 @@ class PagesRemoved:
 
 
 @attrs.frozen
+class PagesForgotten:
+    """Every page that was held went at once."""
+
+    count: int
+
+
+@attrs.frozen
 class PagesFreed:
     """Slots that were given back, for each pool, whether or not they have been handed out again."""
 
     slots: tuple[tuple[int, ...], ...]
 
 
-HostChange: TypeAlias = PagesStored | PagesRemoved | PagesFreed
+HostChange: TypeAlias = PagesStored | PagesRemoved | PagesForgotten | PagesFreed
 
 
 @attrs.define(eq=False)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import NoReturn
 
 from kvcr_actors.core.eviction import EvictionPolicy, LruEviction
+from kvcr_actors.core.forgotten import ForgottenPages
 from kvcr_actors.core.host_page import (
     Growth,
     HostChange,
     HostPage,
     NewPath,
+    PagesForgotten,
     PagesFreed,
     PagesRemoved,
     PagesStored,
@@ -29,6 +31,7 @@ __all__ = [
     "HostTier",
     "NewPath",
     "PageState",
+    "PagesForgotten",
     "PagesFreed",
     "PagesRemoved",
     "PagesStored",
@@ -39,7 +42,8 @@ class HostTier:
     """A prefix tree over host slots: `slots` slots in each pool of the layout, and at most as many pages.
 
     Pages are reserved (FILLING), then committed (READY) or abandoned (GONE); only READY leaves without pins are
-    evicted. Misuse raises ValueError, before any change.
+    evicted. `forget` ends a generation: its pages are found no more, and those that are pinned or being filled give
+    their slots back when that is over (see `core.forgotten`). Misuse raises ValueError, before any change.
     """
 
     def __init__(self, layout: CacheLayout, slots: int, policy: EvictionPolicy[HostPage] | None = None) -> None:
@@ -48,8 +52,11 @@ class HostTier:
         self._all_pools = (1 << len(layout.pools)) - 1
         self._ready = 0
         self._growing: dict[Growth, None] = {}
-        self._changes: list[PagesStored | PagesRemoved] = []
+        self._changes: list[PagesStored | PagesRemoved | PagesForgotten] = []
+        self._forgotten = ForgottenPages()
         self.capacity = slots
+        self.generation = 0
+        """How often everything was forgotten."""
 
     @property
     def free_pages(self) -> int:
@@ -65,6 +72,11 @@ class HostTier:
     def filling_pages(self) -> int:
         """Pages that are reserved, but not committed."""
         return len(self._tree) - self._ready
+
+    @property
+    def forgotten_pages(self) -> int:
+        """Pages of earlier generations whose slots something still works on."""
+        return len(self._forgotten)
 
     def get(self, key: PageKey) -> HostPage | None:
         """Return the page of a key, FILLING or READY."""
@@ -90,7 +102,11 @@ class HostTier:
 
     def unpin(self, page: HostPage) -> None:
         """Take one pin back."""
-        self._tree.unpin(page)
+        if page.is_forgotten and page.pins:
+            page.pins -= 1
+            self._release(page)
+        else:
+            self._tree.unpin(page)
 
     def reserve(
         self, parent: HostPage | None, keys: Sequence[PageKey], masks: Sequence[int] | None = None
@@ -128,14 +144,14 @@ class HostTier:
     def commit(self, pages: Sequence[HostPage]) -> list[HostPage]:
         """Make FILLING pages (parents first) READY, and return those that became so.
 
-        A page whose parent is not READY stays FILLING; the caller abandons it.
+        A page whose parent is not READY stays FILLING, and a forgotten one stays forgotten; the caller abandons it.
         """
         self._check_filling(pages)
         ready: list[HostPage] = []
         is_ready, make_ready = PageState.READY, self._tree.make_ready
         for page in pages:
             parent = page.parent
-            if parent is None or parent.state is is_ready:
+            if not page.is_forgotten and (parent is None or parent.state is is_ready):
                 make_ready(page)
                 page.state = is_ready
                 ready.append(page)
@@ -144,14 +160,18 @@ class HostTier:
         return ready
 
     def abandon(self, pages: Sequence[HostPage]) -> None:
-        """Give up FILLING pages without pins; their memory must be quiet. FILLING pages below them stay, cut off."""
+        """Give up pages without pins that are not filled; their memory must be quiet. Those below stay, cut off."""
         self._check_filling(pages)
         if pinned := [page for page in pages if page.pins]:
             raise ValueError(f"{pinned[0]!r} has {pinned[0].pins} pins; take them back before it is abandoned")
+        current = [page for page in pages if not page.is_forgotten]
         for page in pages:
-            self._tree.remove(page)
-            page.state = PageState.GONE
-        self._slots.free([page.slots for page in pages])
+            if page.is_forgotten:
+                self._release(page)
+            else:
+                self._tree.remove(page)
+                page.state = PageState.GONE
+        self._slots.free([page.slots for page in current])
 
     def reserve_more(self, wanted: Sequence[tuple[HostPage, int]]) -> list[Growth]:
         """Take slots for components that READY pages lack: for each page the bit set of the pools that it gains.
@@ -183,13 +203,17 @@ class HostTier:
     def grow(self, growths: Sequence[Growth]) -> list[HostPage]:
         """Give filled components to their pages, and return the pages that gained some.
 
-        What a page gained meanwhile by another growth is given back.
+        What a page gained meanwhile by another growth is given back, and so is what came for a forgotten page.
         """
         gained: list[HostPage] = []
         spare: list[tuple[int, ...]] = []
         for growth in growths:
             page, before = growth.page, growth.page.mask
+            is_held = page.state is PageState.READY
             self._end_growth(growth)
+            if not is_held:
+                spare.append(growth.slots)
+                continue
             pairs = list(zip(page.slots, growth.slots, strict=True))
             page.slots = tuple(more if held == NO_SLOT else held for held, more in pairs)
             spare.append(tuple(NO_SLOT if held == NO_SLOT else more for held, more in pairs))
@@ -214,6 +238,21 @@ class HostTier:
     def clear(self) -> int:
         """Evict every page that may be; what is pinned, filling or above such a page stays. Returns how many went."""
         return self.evict(self._ready)
+
+    def forget(self, when_gone: Callable[[], None]) -> int:
+        """Begin a new generation: no page held now is found or becomes ready any more. Returns how many were READY.
+
+        `when_gone` is called once the slots of all of them are free, at once if they are. It must not raise.
+        """
+        ready = self._ready
+        self.generation += 1
+        self._ready = 0
+        gone = self._forgotten.take(self._tree.take_all())
+        self._slots.free([page.slots for page in gone])
+        if ready:
+            self._changes.append(PagesForgotten(ready))
+        self._forgotten.when_gone(when_gone)
+        return ready
 
     def take_changes(self) -> list[HostChange]:
         """Return what changed since the last call: pages stored and removed in order, then the slots freed."""
@@ -243,7 +282,7 @@ class HostTier:
                 raise AssertionError(f"{page!r}: its state or its mask {page.mask} is wrong")
         for pool, arena in enumerate(self._slots.arenas):
             arena.check()
-            taken = [one.slots[pool] for one in (*self._tree, *self._growing)]
+            taken = [one.slots[pool] for one in (*self._tree, *self._forgotten.pages, *self._growing)]
             used = [slot for slot in taken if slot != NO_SLOT]
             if len(set(used)) != len(used) or len(used) != arena.slots - arena.free_slots:
                 raise AssertionError(f"pool {pool}: {len(used)} slots in pages, {arena.free_slots} free")
@@ -263,9 +302,8 @@ class HostTier:
             raise ValueError("paths name a key twice")
 
     def _check_filling(self, pages: Sequence[HostPage]) -> None:
-        filling = PageState.FILLING
         for page in pages:
-            if page.state is not filling:
+            if not page.is_unfilled:
                 raise ValueError(f"{page!r} is not filling; each page is committed or abandoned once")
         if len(set(pages)) != len(pages):
             raise ValueError("a page is named twice; each page is committed or abandoned once")
@@ -325,4 +363,9 @@ class HostTier:
         if growth not in self._growing:
             raise ValueError(f"the growth of {growth.page!r} is over; each is used or dropped once")
         del self._growing[growth]
-        self._tree.unpin(growth.page)
+        self.unpin(growth.page)
+
+    def _release(self, page: HostPage) -> None:
+        """Take back one hold of a forgotten page, and free what goes."""
+        self._slots.free([gone.slots for gone in self._forgotten.release(page)])
+        self._forgotten.tell()

@@ -58,10 +58,20 @@ class HeldPrefix:
     """Whether it counts as a started prefetch: it held, or tried to read, pages that the device lacks."""
     answered: bool = False
     """Whether the engine was told how it ended."""
+    generation: int = attrs.field(init=False)
+    """That of the host's pages when the request came: a prefix never has pages of two."""
     _claim: Claim | None = None
     _pinned: HostPage | None = None
     _over: bool = False
     _when_ended: list[Callable[[], None]] = attrs.field(factory=list)
+
+    def __attrs_post_init__(self) -> None:
+        self.generation = self.host.generation
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the host has not forgotten its pages."""
+        return self.generation == self.host.generation
 
     def advance(self, phase: Phase) -> None:
         """Move on; an illegal transition is a bug of the caller and raises RuntimeError."""
@@ -70,8 +80,8 @@ class HeldPrefix:
         self.phase = phase
 
     def extend(self, pages: Sequence[HostPage]) -> None:
-        """Add the next pages (root to tail, ready) and move the claim to the deepest."""
-        if not pages:
+        """Add the next pages (root to tail, ready) and move the claim to the deepest; none once they are forgotten."""
+        if not pages or not self.is_current:
             return
         self.pages.extend(pages)
         tail = pages[-1]

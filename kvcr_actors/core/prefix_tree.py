@@ -156,6 +156,15 @@ class PrefixTree(Generic[PageT]):
             pages.append(page)
         return pages
 
+    def take_all(self) -> list[PageT]:
+        """Take out every page, whatever its pins, and return them, parents first."""
+        pages = list(self)
+        for page in pages:
+            if page.ready and not page.children and not page.pins:
+                self._policy.discard(page)
+        self._pages.clear()
+        return pages
+
     def restore(self, page: PageT) -> None:
         """Undo an eviction as if it had not been; parents first."""
         parent = page.parent

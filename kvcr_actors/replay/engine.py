@@ -24,6 +24,7 @@ from kvcr_actors.messages import (
     DepositFailed,
     PrefetchCancelled,
     PrefetchReady,
+    ResetFinished,
     RestoreFinished,
 )
 from kvcr_actors.replay.contents import PageContents
@@ -141,6 +142,8 @@ class ReplayEngine:
                 self._restored(self._running[completion.request_id], completion)
             case DepositFailed():
                 pass  # counted by the controller; the pages stay in host memory
+            case ResetFinished():
+                pass  # a replay gives none
             case ControllerFailed():
                 raise ControllerClosedError(completion.error)
 

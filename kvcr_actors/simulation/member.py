@@ -18,6 +18,7 @@ from kvcr_actors.messages import (
     DepositFailed,
     PrefetchCancelled,
     PrefetchReady,
+    ResetFinished,
     RestoreFinished,
 )
 from kvcr_actors.runtime.hosts import TaskHost
@@ -310,6 +311,8 @@ def _answered(completion: Completion) -> tuple[Waited, ...]:
         case PrefetchCancelled():
             request_id = cast("int", completion.request_id)
             return (("prefetch", request_id), ("ready", request_id), ("restore", request_id))
+        case ResetFinished():
+            return (("reset", cast("int", completion.label)),)
         case DepositFailed() | ControllerFailed():
             return ()
 
@@ -329,5 +332,7 @@ def _words(completion: Completion) -> str:
             return f"cancelled {completion.request_id}: {reasons}"
         case DepositFailed():
             return f"not stored: {len(completion.keys)} pages, {completion.reason}"
+        case ResetFinished():
+            return f"reset {completion.label}: {completion.host_pages} + {completion.store_pages} pages"
         case ControllerFailed():
             return f"failed: {completion.error}"

@@ -66,6 +66,10 @@ class PageBackend(Protocol):
         """Drop pages that turned out to be wrong; those not held are ignored."""
         ...
 
+    def clear(self) -> int:
+        """Forget every page, for good, and return how many they were; StoreError if one might come back."""
+        ...
+
     def take_events(self) -> list[InventoryEvent]:
         """The events since the last call, in order.
 

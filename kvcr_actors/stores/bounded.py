@@ -9,12 +9,12 @@ from contextlib import contextmanager
 
 import attrs
 
-from kvcr_actors.core.inventory import InventoryEvent
+from kvcr_actors.core.inventory import InventoryEvent, TierCleared
 from kvcr_actors.errors import ConfigError
 from kvcr_actors.ports import BatchOutcome, HostMemory, PageBatch, PageOutcome
 from kvcr_actors.stores.backend import StoreCounters, removed_events, stored_events
 from kvcr_actors.stores.medium import HeldPage, PageMedium, Parts
-from kvcr_actors.types import NO_SLOT, CacheLayout, PageKey
+from kvcr_actors.types import NO_SLOT, CacheLayout, PageKey, Tier
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 SHORT_OF_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN})
@@ -102,6 +102,14 @@ class BoundedBackend:
                 if key in self._held:
                     self._counters.damaged += 1
                     self._remove(key, changes)
+
+    def clear(self) -> int:
+        """Forget every page; StoreError if the medium might bring one back."""
+        held, self._held = self._held, OrderedDict[PageKey, HeldPage]()
+        if held:
+            self._events.append(TierCleared(Tier.STORE))
+        self._medium.clear(held)
+        return len(held)
 
     def take_events(self) -> list[InventoryEvent]:
         """The events since the last call."""

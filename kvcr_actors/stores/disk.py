@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from kvcr_actors.core.keys import Namespace
 from kvcr_actors.errors import ConfigError, StoreError
-from kvcr_actors.ports import Store
+from kvcr_actors.ports import Store, StoreTraits
 from kvcr_actors.stores.bounded import BoundedBackend
+from kvcr_actors.stores.disk_clear import ClearMark
 from kvcr_actors.stores.disk_files import PageFiles
 from kvcr_actors.stores.disk_folder import FoundFile, StoreFolder
 from kvcr_actors.stores.disk_index import DiskIndex, IndexRow
@@ -37,6 +38,9 @@ class DiskMedium:
     def __init__(self, path: Path, namespace: Namespace, *, durable: bool, flush_pages: int) -> None:
         self._folder = StoreFolder(path)
         self._files = PageFiles(self._folder, durable=durable)
+        self._mark = ClearMark(self._folder)
+        self._cleared: list[bytes] = []
+        """The pages of a clear that is marked."""
         self._namespace = namespace
         self._durable = durable
         self._index: DiskIndex | None = None
@@ -62,6 +66,10 @@ class DiskMedium:
         with contextlib.ExitStack() as undo:
             self._folder.open()
             undo.callback(self._folder.close)
+            try:
+                self._mark.finish()
+            except OSError as error:
+                raise StoreError(f"store folder {self._folder.path} cannot be cleared: {error}") from error
             index = DiskIndex(self._folder.index_path, durable=self._durable)
             undo.callback(index.close)
             self._counters["index_rebuilt"] += index.rebuilt
@@ -96,6 +104,17 @@ class DiskMedium:
         self._changed.pop(key, None)
         self._drop_name(self._namespace.storage_key(key))
 
+    def clear(self, keys: Collection[PageKey]) -> None:
+        """Delete the files of all pages of this namespace."""
+        self._mark.set()
+        self._changed.clear()
+        names = [self._namespace.storage_key(key) for key in keys]
+        for name in names:
+            self._drop_name(name)
+        self._flush()
+        self._cleared += names
+        self._end_clear()
+
     def drop_stranger(self) -> None:
         """Delete the file of the stranger used the longest ago."""
         self._drop_name(self._strangers.popleft())
@@ -109,6 +128,7 @@ class DiskMedium:
         if len(self._changed) + len(self._gone) >= self._flush_at:
             self._flush()
         self._files.retry_removal()
+        self._end_clear()
 
     def close(self) -> None:
         """Write the index and unlock the folder."""
@@ -135,6 +155,12 @@ class DiskMedium:
     def _drop_name(self, name: bytes) -> None:
         self._files.remove(self._folder.page_path(name))
         self._gone.add(name)
+
+    def _end_clear(self) -> None:
+        """Take the mark away once every file is deleted."""
+        if self._mark.is_set and not self._files.waiting:
+            self._mark.unset(self._cleared)
+            self._cleared = []
 
     def _flush(self) -> None:
         if self._index is None:
@@ -225,4 +251,5 @@ def open_store(options: Mapping[str, str], capacity_pages: int, path: Path | Non
     durable = boolean("disk", options, "fsync", default=False)
     if path is None:
         raise ConfigError("store disk: it needs a folder; give its path")
-    return ThreadedStore("disk", disk_backend(path, capacity_pages, namespace, durable=durable))
+    backend = disk_backend(path, capacity_pages, namespace, durable=durable)
+    return ThreadedStore("disk", backend, StoreTraits(namespace=namespace.digest))

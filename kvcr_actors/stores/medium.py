@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Protocol, TypeAlias
 
 from kvcr_actors.types import CacheLayout, PageKey
@@ -44,6 +44,13 @@ class PageMedium(Protocol):
 
     def drop(self, key: PageKey) -> None:
         """Forget a page. A page that cannot be deleted now is the medium's to delete later; it raises nothing."""
+        ...
+
+    def clear(self, keys: Collection[PageKey]) -> None:
+        """Forget every page, all of which are named, so that none comes back, however this process ends.
+
+        StoreError: some may.
+        """
         ...
 
     def drop_stranger(self) -> None:

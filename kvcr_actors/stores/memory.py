@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from kvcr_actors.core.keys import Namespace
 from kvcr_actors.errors import ConfigError
-from kvcr_actors.ports import Store
+from kvcr_actors.ports import Store, StoreTraits
 from kvcr_actors.stores.bounded import BoundedBackend
 from kvcr_actors.stores.medium import HeldPage, Parts
 from kvcr_actors.stores.options import check_known
@@ -66,6 +66,11 @@ class MemoryMedium:
         self._spare = self._records.pop(key)
         self._bytes_held -= len(self._spare)
 
+    def clear(self, keys: Collection[PageKey]) -> None:
+        """Give the memory back."""
+        del keys
+        self.close()
+
     def drop_stranger(self) -> None:
         """There are none."""
 
@@ -94,10 +99,9 @@ def memory_backend(capacity_pages: int) -> BoundedBackend:
 def open_store(options: Mapping[str, str], capacity_pages: int, path: Path | None, namespace: Namespace) -> Store:
     """Make a memory store of `capacity_pages`; it takes no options and no path.
 
-    The namespace is not used: keys of another namespace cannot get into this process's memory.
+    Its pages are of this namespace, and no other can get into this process's memory.
     """
-    del namespace
     check_known("memory", options, ())
     if path is not None:
         raise ConfigError(f"store memory: it keeps nothing in a folder; leave out the path {path}")
-    return ThreadedStore("memory", memory_backend(capacity_pages))
+    return ThreadedStore("memory", memory_backend(capacity_pages), StoreTraits(namespace=namespace.digest))

@@ -7,7 +7,16 @@ from functools import partial
 from typing import TypeVar
 
 from kvcr_actors.errors import StoreError
-from kvcr_actors.ports import BatchOutcome, Description, HostMemory, PageBatch, PageOutcome, Services, StoreTraits
+from kvcr_actors.ports import (
+    BatchOutcome,
+    ClearOutcome,
+    Description,
+    HostMemory,
+    PageBatch,
+    PageOutcome,
+    Services,
+    StoreTraits,
+)
 from kvcr_actors.runtime.operation import Operation
 from kvcr_actors.runtime.owner_thread import OwnerThread
 from kvcr_actors.stores.backend import PageBackend
@@ -38,6 +47,8 @@ class ThreadedStore:
         self._owner: OwnerThread | None = None
         self._host: HostMemory | None = None
         self._closing: Operation[Exception | None] | None = None
+        self._clearing = 0
+        """Clears that the thread has not done yet, or could not do: until then the index speaks of old pages."""
 
     async def open(self, services: Services, host: HostMemory) -> None:
         """Open the backend on its thread and announce what it holds, parents first."""
@@ -59,9 +70,9 @@ class ThreadedStore:
         """Nothing, as above."""
 
     def lookup(self, keys: Sequence[PageKey], request_id: RequestId) -> Operation[tuple[int, ...]]:
-        """Answer from the index in memory; the operation is finished already. After `close` all is a miss."""
+        """Answer from the index in memory, at once. After `close`, and until a clear is done, all is a miss."""
         del request_id
-        if self._closing is not None:
+        if self._closing is not None or self._clearing:
             return Operation[tuple[int, ...]].finished((0,) * len(keys))
         return Operation[tuple[int, ...]].finished(tuple(map(self._backend.lookup, keys)))
 
@@ -83,6 +94,22 @@ class ThreadedStore:
         """Make a prefix recent, after the operations asked for before."""
         if self._owner is not None:
             self._owner.post(partial(self._backend.align, tuple(keys)))
+
+    def clear(self) -> Operation[ClearOutcome]:
+        """Forget every page, after the operations asked for before; a store that fails to serves no lookup again."""
+        if self._owner is None or self._services is None:
+            return Operation[ClearOutcome].finished(_not_cleared(f"store {self.name} is not open"))
+        self._clearing += 1
+        operation = self._owner.submit(partial(self._publishing, self._services, self._clear), _not_cleared)
+        operation.when_settled(self._note_cleared)
+        return operation
+
+    def _clear(self) -> ClearOutcome:
+        return ClearOutcome(self._backend.clear())
+
+    def _note_cleared(self, outcome: ClearOutcome) -> None:
+        if outcome.error is None:
+            self._clearing -= 1
 
     def contents(self) -> frozenset[PageKey]:
         """The keys held now."""
@@ -123,6 +150,10 @@ class ThreadedStore:
             events = self._backend.take_events()
             if events:
                 services.post(partial(services.publish, events))
+
+
+def _not_cleared(error: object) -> ClearOutcome:
+    return ClearOutcome(error=str(error))
 
 
 def _as_outcome(error: Exception) -> Exception | None:

@@ -1,6 +1,6 @@
 """A store for tests: any embedded backend on the loop itself, without threads, with latency and faults on order.
 
-It runs under virtual time. Every operation asks the fault plan once, by its kind: `lookup`, `read` or `write`.
+It runs under virtual time. Every operation asks the fault plan once, by its kind: `lookup`, `read`, `write` or `clear`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import anyio.lowlevel
 import attrs
 
 from kvcr_actors.errors import DeadlineError
-from kvcr_actors.ports import BatchOutcome, Description, HostMemory, PageBatch, Services, StoreTraits
+from kvcr_actors.ports import BatchOutcome, ClearOutcome, Description, HostMemory, PageBatch, Services, StoreTraits
 from kvcr_actors.runtime.operation import Operation
 from kvcr_actors.stores.backend import PageBackend
 from kvcr_actors.stores.threaded import EMBEDDED, all_failed
@@ -39,6 +39,8 @@ class _Job(Generic[T]):
     failed: T
     reads: PageBatch | None
     """The batch whose host slots the operation writes."""
+    clears: int
+    """How often the store was cleared before."""
 
 
 def no_latency(kind: str, pages: int) -> float:
@@ -54,7 +56,8 @@ class FaultyStore:
     do. `TRUNCATE` does the first half of a batch. `CORRUPT` damages the first page: a read misses it and drops it, a
     write fails it. `CORRUPT_SILENTLY` reads or writes one wrong byte and says OK; a lookup promises every pool.
     `STALL` waits for `release()`. `LATE` settles as failed after the latency, scribbles over the host slots of a read,
-    and does the operation only `late_s` later.
+    and does the operation only `late_s` later. A clear takes effect in the turn of the call, and what runs by then
+    fails; with `FAIL` it changes nothing.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class FaultyStore:
         self.hints: dict[RequestId, object] = {}
         """The hints of the requests that are served."""
         self._closed = False
+        self._clears = 0
         self._released = anyio.Event()
         self._idle = anyio.Event()
 
@@ -123,6 +127,19 @@ class FaultyStore:
         """Make a prefix recent, at once."""
         self._backend.align(keys)
 
+    def clear(self) -> Operation[ClearOutcome]:
+        """Forget every page, or fail to."""
+        fault, calls, services = self.faults.decide("clear"), self._calls, self._services
+        if calls is None or services is None or self._closed:
+            return Operation[ClearOutcome].finished(ClearOutcome(error=f"store {self.name} is not open"))
+        if fault is Fault.FAIL:
+            return Operation[ClearOutcome].finished(ClearOutcome(error="injected: the clear failed"))
+        self._clears += 1
+        outcome = ClearOutcome(self._backend.clear())
+        services.publish(self._backend.take_events())
+        delay = self._latency("clear", 0)
+        return self._begin(_Job(Operation(), fault, delay, lambda _: outcome, outcome, None, self._clears))
+
     def contents(self) -> frozenset[PageKey]:
         """The keys held now."""
         return self._backend.contents()
@@ -158,9 +175,13 @@ class FaultyStore:
         delay = self._latency(kind, pages)
         if kind == "lookup" and fault is None and not delay:
             return Operation[T].finished(perform(calls, None))
-        job = _Job(Operation[T](), fault, delay, partial(perform, calls), failed, reads)
-        self.running += 1
-        services.spawn(partial(self._run, job, calls, services), f"store-{self.name}-{kind}")
+        return self._begin(_Job(Operation[T](), fault, delay, partial(perform, calls), failed, reads, self._clears))
+
+    def _begin(self, job: _Job[T]) -> Operation[T]:
+        calls, services = self._calls, self._services
+        if calls is not None and services is not None:
+            self.running += 1
+            services.spawn(partial(self._run, job, calls, services), f"store-{self.name}")
         return job.operation
 
     async def _run(self, job: _Job[T], calls: FaultyCalls, services: Services) -> None:
@@ -193,6 +214,8 @@ class FaultyStore:
         job.operation.become_quiet()
 
     def _performed(self, job: _Job[T], services: Services) -> T:
+        if job.clears != self._clears:  # what it was to read is gone, and what it was to write must not come
+            return job.failed
         outcome = job.perform(job.fault)
         events = self._backend.take_events()
         if events:

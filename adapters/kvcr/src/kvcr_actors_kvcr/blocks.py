@@ -38,6 +38,10 @@ class PageBlocks:
         sharded: Collection[str] = (),
     ) -> None:
         _check_sharded(layout, namespace, sharded)
+        self._namespace = namespace
+        self._shared = shared
+        self.clears = 0
+        """How often every page was forgotten: it is in the names of all blocks."""
         self.adapter = BlockKeyAdapter(_without_tensor_axis(namespace) if shared else namespace)
         self.every = (1 << len(layout.pools)) - 1
         self.side = sum(1 << i for i, pool in enumerate(layout.pools) if isinstance(pool.policy, TrailingPages))
@@ -87,6 +91,15 @@ class PageBlocks:
         for block in blocks:
             self._index.expect(block)
         return blocks
+
+    def clear(self) -> int:
+        """Forget every page, and those that are being stored, by new names for all; returns how many were held."""
+        self.clears += 1
+        namespace = attrs.evolve(self._namespace, weights=f"{self._namespace.weights}\0cleared {self.clears}")
+        self.adapter = BlockKeyAdapter(_without_tensor_axis(namespace) if self._shared else namespace)
+        self._shards = BlockKeyAdapter(namespace)
+        self._generations.clear()
+        return self._index.clear()
 
     def damaged(self, page: PageKey) -> None:
         """Hold a page no longer: its bytes are not those that were stored."""

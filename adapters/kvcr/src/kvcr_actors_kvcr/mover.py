@@ -64,8 +64,8 @@ class Mover:
 
     # Writing.
 
-    def write(self, batch: PageBatch) -> Steps[BatchOutcome]:
-        """Store pages, heads first, one call's worth at a time."""
+    def write(self, batch: PageBatch, clears: int) -> Steps[BatchOutcome]:
+        """Store pages, heads first, one call's worth at a time; none after a clear beyond the `clears` before."""
         outcomes = [PageOutcome.FAILED] * len(batch.keys)
         if self._retired():
             return BatchOutcome(tuple(outcomes), "the store is retired: restart the process")
@@ -78,6 +78,8 @@ class Mover:
             self._options.chunk_bytes,
             lambda i: max(1, sum(1 for _ in self._blocks.groups(masks[i]))),
         ):
+            if self._blocks.clears != clears:
+                return BatchOutcome((PageOutcome.FAILED,) * len(batch.keys), "the store was cleared")
             error = (yield from self._write_call(batch, call, masks, outcomes)) or error
             self.align(batch.keys)
         return BatchOutcome(tuple(outcomes), error)

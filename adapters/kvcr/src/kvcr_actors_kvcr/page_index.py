@@ -8,7 +8,7 @@ import attrs
 from kvcr.types import BlockKey, CacheTier, InventoryEvent
 
 from kvcr_actors.core.inventory import InventoryEvent as PageEvent
-from kvcr_actors.core.inventory import Ownership
+from kvcr_actors.core.inventory import Ownership, TierCleared
 from kvcr_actors.stores.backend import removed_events, stored_events
 from kvcr_actors.types import PageKey, Tier
 
@@ -114,6 +114,16 @@ class PageIndex:
         for tier in filter(page.is_in, _TIERS):
             self.on_disk -= tier is CacheTier.G3
             self._events.extend(_in_tier(removed_events([(key, page.parent)]), tier))
+
+    def clear(self) -> int:
+        """Hold nothing, and expect nothing that is being stored; returns how many pages were held."""
+        count = len(self._pages)
+        self._pages.clear()
+        self._blocks.clear()
+        self.on_disk = 0
+        if count:
+            self._events.extend(TierCleared(tier, Ownership.STORE) for tier in _TIERS.values())
+        return count
 
     def take_events(self) -> list[PageEvent]:
         """The events since the last call."""

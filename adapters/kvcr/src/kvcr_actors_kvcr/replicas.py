@@ -49,6 +49,10 @@ class OwnersPages:
         hashes = frozenset(router_key(key) for key in keys if key in self._masks)
         return FetchHint(self._endpoint, hashes) if hashes else None
 
+    def clear(self) -> None:
+        """Ask the owner for none of them any more."""
+        self._masks.clear()
+
     def forget(self, keys: Iterable[PageKey]) -> None:
         """The owner lost these pages."""
         for key in keys:

@@ -14,7 +14,16 @@ import attrs
 
 from kvcr_actors.core.keys import Namespace
 from kvcr_actors.errors import ConfigError, StoreError
-from kvcr_actors.ports import BatchOutcome, Description, HostMemory, PageBatch, PageOutcome, Services, StoreTraits
+from kvcr_actors.ports import (
+    BatchOutcome,
+    ClearOutcome,
+    Description,
+    HostMemory,
+    PageBatch,
+    PageOutcome,
+    Services,
+    StoreTraits,
+)
 from kvcr_actors.runtime.operation import Operation
 from kvcr_actors.types import CacheLayout, PageKey, RequestId
 from kvcr_actors_kvcr.blocks import MOST_POOLS, PageBlocks
@@ -22,7 +31,7 @@ from kvcr_actors_kvcr.confirming import Confirmer
 from kvcr_actors_kvcr.endpoints import own_endpoint
 from kvcr_actors_kvcr.hints import parse_endpoint
 from kvcr_actors_kvcr.instance import Instance
-from kvcr_actors_kvcr.jobs import Job
+from kvcr_actors_kvcr.jobs import Job, Steps
 from kvcr_actors_kvcr.mover import Mover
 from kvcr_actors_kvcr.options import BLOCKS_A_CALL, KvcrOptions, parse_options
 from kvcr_actors_kvcr.page_index import PageIndex
@@ -52,7 +61,10 @@ class KvcrStore:
         self._index = PageIndex()
         self._requests = OpenRequests(options)
         self._owners = OwnersPages(options.owner_endpoint)
-        self._traits = _traits(options, BLOCKS_A_CALL)
+        self._traits = _traits(options, namespace, BLOCKS_A_CALL)
+        self._clears = 0
+        """Clears so far; `PageBlocks` counts them as they happen."""
+        self._clearing = 0
         self._blocks: PageBlocks | None = None
         self._runner: Runner | None = None
         self._instance: Instance | None = None
@@ -109,7 +121,7 @@ class KvcrStore:
         self._instance, self._runner = instance, runner
         self._wire(layout, blocks, instance, runner, services)
         pages = max(1, min(BLOCKS_A_CALL, options.chunk_bytes // layout.page_bytes))
-        self._traits = _traits(options, pages)
+        self._traits = _traits(options, self._namespace, pages)
         await runner.open()
 
     def _wire(
@@ -151,7 +163,7 @@ class KvcrStore:
     def lookup(self, keys: Sequence[PageKey], request_id: RequestId) -> Operation[tuple[int, ...]]:
         """What is held, and what the request's hint promises."""
         runner, peers, blocks = self._runner, self._peers, self._blocks
-        if runner is None or peers is None or blocks is None or not runner.serves:
+        if runner is None or peers is None or blocks is None or not runner.serves or self._clearing:
             return Operation[tuple[int, ...]].finished((0,) * len(keys))
         masks = tuple(map(self._index.mask, keys))
         if self._owners.endpoint and peers.refuses(self._owners.endpoint) is None:
@@ -198,12 +210,37 @@ class KvcrStore:
             self._owners.note(batch, self._blocks.sharded)
             if not self._blocks.sharded:
                 return Operation[BatchOutcome].finished(_all(batch, PageOutcome.OK, None))
-        return self._runner.submit(Job("write", self._mover.write(batch), Operation(), failed))
+        return self._runner.submit(Job("write", self._mover.write(batch, self._clears), Operation(), failed))
 
     def align(self, keys: Sequence[PageKey]) -> None:
         """Make a prefix recent, its head the most, after the operations asked for before."""
         if self._runner is not None and self._mover is not None:
             self._runner.post(partial(self._mover.align, tuple(keys)))
+
+    def clear(self) -> Operation[ClearOutcome]:
+        """Forget every page: the runner drops no block, so it keeps those of before under names that nobody asks for.
+
+        They leave as room is needed. Peers name blocks alike once they were cleared as often: until then none is read
+        from another.
+        """
+        failed = ClearOutcome(error="store kvcr is not open")
+        if self._runner is None or self._blocks is None:
+            return Operation[ClearOutcome].finished(failed)
+        self._clears += 1
+        self._clearing += 1
+        self._owners.clear()
+        operation = self._runner.submit(Job("clear", self._clear(self._blocks), Operation[ClearOutcome](), failed))
+        operation.when_settled(self._note_cleared)
+        return operation
+
+    @staticmethod
+    def _clear(blocks: PageBlocks) -> Steps[ClearOutcome]:
+        return ClearOutcome(blocks.clear())
+        yield  # a generator without steps
+
+    def _note_cleared(self, outcome: ClearOutcome) -> None:
+        if outcome.error is None:
+            self._clearing -= 1
 
     def contents(self) -> frozenset[PageKey]:
         """The keys held here now."""
@@ -258,13 +295,14 @@ def _all(batch: PageBatch, outcome: PageOutcome, error: str | None) -> BatchOutc
     return BatchOutcome((outcome,) * len(batch.keys), error)
 
 
-def _traits(options: KvcrOptions, batch_pages: int) -> StoreTraits:
+def _traits(options: KvcrOptions, namespace: Namespace, batch_pages: int) -> StoreTraits:
     """A read waits as long as the runner may need to tell its end, and a little for the way."""
     return StoreTraits(
         requires_confirmation=bool(options.control_port),  # without peers nothing is only promised
         combined_reads=options.combine_page_reads,
         combined_writes=options.combine_page_writes,
         publishes_events=options.publish_inventory,
+        namespace=namespace.digest,
         batch_pages=batch_pages,
         read_budget_s=options.remote_wait_ms / 1_000 + 1.0,
         write_budget_s=max(30.0, 2 * options.operation_timeout_ms / 1_000),
