@@ -68,6 +68,7 @@ from kvcr_actors.messages import (
 from kvcr_actors.ports import Device, EventSink, HostMemory, Ranks, RunningEventSink, Store, StoreTraits
 from kvcr_actors.ranks.single import SingleRank
 from kvcr_actors.store_client import StoreClient
+from kvcr_actors.store_slot import HostCleared
 from kvcr_actors.stores.registry import open_store, store_names
 from kvcr_actors.types import (
     NO_SLOT,
@@ -161,6 +162,7 @@ __all__ = [
     "Gauges",
     "HitPolicy",
     "HostBuffers",
+    "HostCleared",
     "HostMemory",
     "HostPools",
     "InvalidNodeError",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from typing import Any, Generic, TypeVar
 
@@ -66,15 +66,22 @@ class WriteSettings:
 
 
 class WriteBook(Generic[PageT]):
-    """Makes nodes of the pages of a tree that lack a backup. `components` gives the device pages of a run of pages."""
+    """Makes nodes of the pages of a tree that lack a backup. `components` gives the device pages of a run of pages.
+
+    An engine that resets begins a new tree and a new book, and gives it the `ids` of the one before.
+    """
 
     def __init__(
-        self, tree: PrefixTree[PageT], components: Callable[[Sequence[PageT]], Components], settings: WriteSettings
+        self,
+        tree: PrefixTree[PageT],
+        components: Callable[[Sequence[PageT]], Components],
+        settings: WriteSettings,
+        ids: Iterator[NodeId] | None = None,
     ) -> None:
         self._tree = tree
         self._components = components
         self._settings = settings
-        self._ids = count(1)
+        self._ids = count(1) if ids is None else ids
         self._open: dict[NodeId, Sequence[PageT]] = {}
         self.refused: Counter[SkipReason] = Counter()
         """With write-back: pages given up, by the reason of their last failure."""

@@ -40,13 +40,22 @@ def check_host_bytes(rank: int, life: Life) -> None:
             if slot != NO_SLOT:
                 start = slot * SIZES[pool]
                 found = life.memory.buffer(pool)[start : start + SIZES[pool]]
-                check_bytes(rank, pool, page.key, found, "in host memory")
+                check_bytes(rank, pool, page.key, life.generation, found, "in host memory")
 
 
 def check_equal_prefixes(request_id: int, ready: Mapping[int, int]) -> None:
     """Every rank that holds a request's prefix holds the same length of it."""
     if len(set(ready.values())) > 1:
         raise ViolationError(f"request {request_id}: ranks hold prefixes of different lengths: {dict(ready)}")
+
+
+def check_current(rank: int, request_id: int, generation: int, reset_to: int) -> None:
+    """After a reset is over, no page that was computed or asked for before it is handed out."""
+    if generation < reset_to:
+        raise ViolationError(
+            f"rank {rank}: request {request_id} of generation {generation} was given pages after the reset to "
+            f"{reset_to}"
+        )
 
 
 def check_equal_nodes(node_id: int, done: Sequence[bool]) -> None:

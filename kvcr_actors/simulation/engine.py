@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, cast
 
@@ -14,10 +14,17 @@ from kvcr_actors.core.eviction import LruEviction
 from kvcr_actors.core.hit_policy import boundaries, longest, needed_masks
 from kvcr_actors.core.prefix_tree import PrefixTree
 from kvcr_actors.core.write_policy import Backup, SavedPage, WriteBook, WriteSettings
-from kvcr_actors.messages import BackupAck, Completion, PrefetchCancelled, PrefetchReady, RestoreFinished
-from kvcr_actors.simulation.checks import check_equal_nodes, check_equal_prefixes
+from kvcr_actors.messages import (
+    BackupAck,
+    Completion,
+    PrefetchCancelled,
+    PrefetchReady,
+    ResetFinished,
+    RestoreFinished,
+)
+from kvcr_actors.simulation.checks import check_current, check_equal_nodes, check_equal_prefixes
 from kvcr_actors.simulation.member import DEVICE_PAGES, Member
-from kvcr_actors.simulation.orders import StepOrders, check_all_bytes
+from kvcr_actors.simulation.orders import Reset, StepOrders, check_all_bytes
 from kvcr_actors.simulation.pages import LAYOUT, POOLS, computed_mask, draw_prompt
 from kvcr_actors.types import (
     NO_SLOT,
@@ -72,28 +79,42 @@ class Request:
     target: int = 0
     ids: tuple[int, ...] = ()
     restored: int = 0
+    generation: int = 0
 
 
 class SimEngine:
-    """Runs requests step by step and orders alike on every rank. `crashes` counts what may part the ranks' answers."""
+    """Runs requests step by step and orders alike on every rank. `crashes` counts what may part the ranks' answers.
 
-    def __init__(self, members: Sequence[Member], rng: random.Random) -> None:
+    `resets` draws whether the weights change in a step.
+    """
+
+    def __init__(self, members: Sequence[Member], rng: random.Random, resets: Callable[[], bool]) -> None:
         self.running: dict[int, Request] = {}
         self.finished = 0
         self.crashes = 0
+        self.generation = 0
+        """How often the weights changed: with each change everything is reset."""
         self._members = members
         self._rng = rng
+        self._resets = resets
         self._tree = PrefixTree(LruEviction[SimPage](), SimPage)
         self._free = list(range(DEVICE_PAGES))
         policy = rng.choice(
             (WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_THROUGH, WritePolicy.SELECTIVE, WritePolicy.WRITE_BACK)
         )
         self.policy = policy
-        self._book = WriteBook(self._tree, _components, WriteSettings(policy, watermark=0.9))
+        self._settings, self._node_ids = WriteSettings(policy, watermark=0.9), count(1)
+        self._book = WriteBook(self._tree, _components, self._settings, self._node_ids)
+        self._old_trees: list[PrefixTree[SimPage]] = []
+        """Those of earlier generations, until nothing works on their device pages."""
+        self._books: dict[NodeId, WriteBook[SimPage]] = {}
+        self._over: dict[int, int] = {}
+        """The generation to which each rank's last reset is over."""
         self._numbers = count(1)
         self._orders = StepOrders()
         self._acks: dict[NodeId, dict[int, SkipReason | None]] = {}
-        self._crashes_at: dict[NodeId, int] = {}
+        self._written_at: dict[NodeId, tuple[int, int]] = {}
+        """Crashes and resets by then: each may have a rank answer otherwise than the others."""
 
     @property
     def is_idle(self) -> bool:
@@ -110,8 +131,14 @@ class SimEngine:
                 self._complete(member, completion)
         for request in list(self.running.values()):
             self._advance(request, busy=busy)
+        self._free_old()
         if busy:
+            resets, is_early = self._resets(), self._rng.random() < 0.5
+            if resets and is_early:
+                self.reset()
             self._act_at_random()
+            if resets and not is_early:
+                self.reset()
         for node in self._book.ahead(DEVICE_PAGES, len(self._free)) if busy else ():
             self._write(node)
         orders, self._orders = self._orders, StepOrders()
@@ -123,7 +150,7 @@ class SimEngine:
         """Start a request."""
         path = self._tree.match(keys)
         held = longest(boundaries([page.mask for page in path], LAYOUT))
-        request = Request(next(self._numbers), keys, held, path[held - 1] if held else None)
+        request = Request(next(self._numbers), keys, held, path[held - 1] if held else None, generation=self.generation)
         if request.pinned is not None:
             self._tree.touch(path[:held])
             self._tree.pin(request.pinned)
@@ -140,6 +167,23 @@ class SimEngine:
         """A rank's controller began anew: what it had not answered by then, it never will."""
         for request in self.running.values():
             request.ended.setdefault(rank, request.held)
+        self._over.pop(rank, None)
+
+    def reset(self) -> None:
+        """New weights: forget all that was computed, on every rank, in the middle of the step."""
+        self.generation += 1
+        self._old_trees.append(self._tree)
+        self._tree = PrefixTree(LruEviction[SimPage](), SimPage)
+        self._book = WriteBook(self._tree, _components, self._settings, self._node_ids)
+        orders = self._orders
+        counts = len(orders.nodes), len(orders.requests), len(orders.restores)
+        orders.reset = Reset(self.generation, self._rng.random() < 0.5, *counts)
+
+    def _free_old(self) -> None:
+        for tree in self._old_trees:
+            for page in tree.evict(DEVICE_PAGES):
+                self._release((page.page_id,))
+        self._old_trees = [tree for tree in self._old_trees if len(tree)]
 
     # -- what came back
 
@@ -156,12 +200,17 @@ class SimEngine:
                 if request is None:
                     return
                 if isinstance(completion, PrefetchReady) and completion.account is None:
+                    check_current(rank, request.number, request.generation, self._over.get(rank, 0))
                     request.ready[rank] = completion.pages
                 elif isinstance(completion, RestoreFinished):
+                    if completion.pages > request.held:
+                        check_current(rank, request.number, request.generation, self._over.get(rank, 0))
                     self._verify(member, request, completion.pages)
                     request.ended[rank] = completion.pages
                 else:
                     request.ended[rank] = request.held
+            case ResetFinished():
+                self._over[rank] = cast("int", completion.label)
             case _:
                 pass
 
@@ -171,7 +220,8 @@ class SimEngine:
         masks = needed_masks(LAYOUT, request.target)[request.held : pages]
         for key, page, mask in zip(request.keys[request.held : pages], request.ids, masks, strict=True):
             found = [member.life.device.gather(pool, (page,)) for pool in POOLS]
-            check_all_bytes(member.rank, key, mask, found, f"restored for request {request.number}")
+            where = f"restored for request {request.number}"
+            check_all_bytes(member.rank, key, request.generation, mask, found, where)
 
     def _acknowledge(self, node_id: NodeId, rank: int, reason: SkipReason | None) -> None:
         answers = self._acks[node_id]
@@ -179,12 +229,13 @@ class SimEngine:
         if len(answers) < len(self._members):
             return
         del self._acks[node_id]
-        if self._crashes_at.pop(node_id) == self.crashes:
+        if self._written_at.pop(node_id) == (self.crashes, self.generation):
             check_equal_nodes(node_id, [why is None for why in answers.values()])
         failed = [why for why in answers.values() if why is not None]
         # A rank that lacks the parents decides: the next node begins above them.
         why = SkipReason.PARENT_ABSENT if SkipReason.PARENT_ABSENT in failed else next(iter(failed), None)
-        self._book.acknowledge((node_id,) if why is None else (), () if why is None else ((node_id, why),))
+        book = self._books.pop(node_id)
+        book.acknowledge((node_id,) if why is None else (), () if why is None else ((node_id, why),))
 
     # -- what a request does next
 
@@ -220,6 +271,10 @@ class SimEngine:
         """Take in what was restored, compute the rest, and have it backed up as the policy says."""
         del self.running[request.number]
         self.finished += 1
+        if request.generation != self.generation:
+            self._release(request.ids)
+            self._unpin(request)
+            return
         parent, held = request.pinned, request.held
         if request.phase is Phase.RESTORING and min(request.ended.values()) == request.target:
             masks = needed_masks(LAYOUT, request.target)[held:]
@@ -232,7 +287,7 @@ class SimEngine:
         ids = self._allocate(len(keys), parent)
         if ids is not None:
             masks = [computed_mask(key) for key in keys]
-            self._orders.computed += zip(ids, keys, masks, strict=True)
+            self._orders.computed += zip(ids, keys, masks, [self.generation] * len(ids), strict=True)
             self._insert(keys, masks, ids, parent)
             path = self._tree.match(request.keys)
             for page in path:
@@ -240,13 +295,19 @@ class SimEngine:
             node = self._book.finished(path)
             if node is not None:
                 self._write(node)
-        if request.pinned is not None:
-            self._tree.unpin(request.pinned)
+        self._unpin(request)
+
+    def _unpin(self, request: Request) -> None:
+        page = request.pinned
+        if page is not None:
+            tree = next(one for one in (self._tree, *self._old_trees) if one.get(page.key) is page)
+            tree.unpin(page)
 
     def _write(self, node: BackupNode) -> None:
         self._orders.nodes.append(node)
         self._acks[node.node_id] = {}
-        self._crashes_at[node.node_id] = self.crashes
+        self._books[node.node_id] = self._book
+        self._written_at[node.node_id] = self.crashes, self.generation
 
     def _insert(
         self, keys: Sequence[PageKey], masks: Sequence[int], ids: Sequence[int], parent: SimPage | None
@@ -259,7 +320,7 @@ class SimEngine:
                 continue
             gained = mask & ~page.mask
             if gained:
-                self._orders.computed.append((page.page_id, key, gained))
+                self._orders.computed.append((page.page_id, key, gained, self.generation))
                 page.mask |= gained
                 if page.backup is not Backup.PENDING:
                     page.backup = Backup.NONE

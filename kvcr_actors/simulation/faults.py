@@ -19,11 +19,12 @@ _WORDS = {
     "lookup": (*_STORE, "lie"),
     "read": _STORE,
     "write": _STORE,
+    "clear": ("fail", "stall", "delay"),
     "to_host": (*_DEVICE, "raise"),
     "to_device": _DEVICE,
     "fence": ("delay",),
     "round": ("fail", "stall"),
-    "order": ("delay",),
+    "order": ("delay", "reset"),
     "event": ("drop", "duplicate", "delay", "reorder"),
     "actor": ("restart",),
     "store": ("restart",),
@@ -46,10 +47,16 @@ _FAULTS = {
     "pool": Fault.TRUNCATE,
 }
 
-_RARE = {"rank.restart": 0.006, "rank.freeze": 0.008, "store.restart": 0.008, "actor.restart": 0.012}
+_RARE = {
+    "rank.restart": 0.006,
+    "rank.freeze": 0.008,
+    "store.restart": 0.008,
+    "actor.restart": 0.012,
+    "order.reset": 0.03,
+}
 """The most that a mishap of a whole part may happen in a step."""
 
-_SELDOM = {"read": 5.0, "to_device": 5.0, "write": 2.0, "to_host": 1.0}
+_SELDOM = {"read": 5.0, "to_device": 5.0, "write": 2.0, "to_host": 1.0, "clear": 10.0}
 """Operations that are seldom meet faults more often."""
 
 

@@ -50,7 +50,7 @@ CONFIG: dict[str, Any] = {
 }
 
 START_S = 60.0
-ANSWER_S = {"step": 4.0, "prefetch": 4.0, "ready": 4.0, "restore": 15.0}
+ANSWER_S = {"step": 4.0, "prefetch": 4.0, "ready": 4.0, "restore": 15.0, "reset": 8.0}
 """The most that an order may take, whatever goes wrong: its deadlines, and those of the ranks, added up."""
 _STORE_S = 20.0
 
@@ -72,7 +72,19 @@ class Life:
         self.host = TaskHost(self.assembly.main)
         self.orders = OrderBook()
         self.completions: list[Completion] = []
+        self._resets_before = member.resets
         self.due: dict[Waited, float] = {}
+
+    @property
+    def generation(self) -> int:
+        """The generation of the pages that the controller knows."""
+        state = self.assembly._state  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
+        return self._resets_before + (0 if state is None else state.resets)
+
+    @property
+    def resets(self) -> bool:
+        """Whether a reset is not over."""
+        return any(kind == "reset" for kind, _ in self.due)
 
     @property
     def runtime(self) -> Any:
@@ -97,6 +109,8 @@ class Life:
         """Note when a step's orders must have ended."""
         if step is not None:
             self.due["step", step] = now + ANSWER_S["step"]
+        if orders.reset is not None:
+            self.due["reset", orders.reset.generation] = now + ANSWER_S["reset"]
         for request in orders.requests:
             self.due["prefetch", cast("int", request.request_id)] = now + ANSWER_S["prefetch"]
         for order in orders.restores:
@@ -137,6 +151,8 @@ class Member:
         self.fences = FenceQueue(lambda: self.life.device)
         self.restarting = False
         """Whether a restart of the controller or of its store is under way."""
+        self.resets = 0
+        """Resets that were handed over, to all lives together."""
         self.thaws_at: float | None = None
         self._rng = rng
         self._note = note
@@ -159,10 +175,17 @@ class Member:
         return self._store_pages is not None
 
     @property
+    def lacks_store(self) -> bool:
+        """Whether a reset that failed has left the rank without the store that it is to have."""
+        life = self.life
+        return self.has_store and life.assembly.store is None and not (life.resets or self.restarting)
+
+    @property
     def is_quiet(self) -> bool:
         """Whether actors, ports, ranks and orders have nothing to do."""
         ports = self.life.device.describe()["running"] or any(store.running for store in self._stores)
-        waiting = self.restarting or self._waiting or len(self.fences) or len(self.ranks.table)
+        resets = self.restarting or self.lacks_store or self.life.resets
+        waiting = resets or self._waiting or len(self.fences) or len(self.ranks.table)
         return not ports and not waiting and self.life.runtime is not None and self.life.runtime.is_quiet()
 
     async def start(self) -> None:
@@ -190,7 +213,8 @@ class Member:
             self._operations += orders.size
             for words in orders.words():
                 self._note(self.rank, words)
-            step = orders.give(self.life.desk, self.life.orders, self._fence(orders, now))
+            self.resets += orders.reset is not None
+            step = orders.give(self.life.desk, self.life.orders, self._fence(orders, now), self._exchanged)
             self.life.note_due(orders, step, now)
 
     def take(self, now: float) -> list[Completion]:
@@ -280,6 +304,10 @@ class Member:
         if budget.cancelled_caught:
             raise ViolationError(f"rank {self.rank}: a store was not exchanged within {_STORE_S:g} s")
         self.restarting = False
+
+    def _exchanged(self) -> SimStore | None:
+        """The store that comes with a reset; while one is being exchanged anyhow, that is cleared."""
+        return None if self.restarting or self.life.resets else self._new_store()
 
     def _new_store(self) -> SimStore | None:
         if self._store_pages is None:

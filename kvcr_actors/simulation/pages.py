@@ -36,9 +36,10 @@ def computed_mask(key: PageKey) -> int:
 
 
 @lru_cache(1 << 18)
-def page_bytes(rank: int, key: PageKey, pool: int) -> bytes:
-    """The bytes of one rank's component: ranks hold shards, each its own."""
-    return hashlib.blake2b(key, digest_size=SIZES[pool], salt=bytes((rank, pool))).digest()
+def page_bytes(rank: int, key: PageKey, pool: int, generation: int) -> bytes:
+    """The bytes of one rank's component: ranks hold shards, each its own, and so does each version of the weights."""
+    salt = bytes((rank, pool)) + generation.to_bytes(2, "big")
+    return hashlib.blake2b(key, digest_size=SIZES[pool], salt=salt).digest()
 
 
 def draw_prompt(rng: random.Random) -> tuple[PageKey, ...]:

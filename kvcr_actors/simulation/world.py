@@ -86,9 +86,10 @@ class World:
             )
             for ranks in self._hub.ranks
         ]
-        self._engine = SimEngine(self.members, rng)
+        self._engine = SimEngine(self.members, rng, lambda: self.faults.fires(-1, "order", "reset"))
         self._release_at = 0.0
         self._now = 0.0
+        self._tasks: anyio.abc.TaskGroup | None = None
 
     @property
     def fired(self) -> Counter[Kind]:
@@ -102,6 +103,7 @@ class World:
                 async with self._hub.running(), anyio.create_task_group() as tasks:
                     for member in self.members:
                         tasks.start_soon(member.start)
+                    self._tasks = tasks
                     await self._work(tasks)
                     await self._settle()
                     self._check(quiet=True)
@@ -127,6 +129,10 @@ class World:
             self._release_at = self._now + _RELEASE_S
             for member in self.members:
                 member.release()
+        for member in self.members:
+            if member.lacks_store and member.life.host.is_running and self._tasks is not None:
+                member.restarting = True
+                self._tasks.start_soon(member.restart_store)
         self._engine.step(self._now, busy=busy)
 
     def _have_mishaps(self, tasks: anyio.abc.TaskGroup) -> None:
@@ -137,7 +143,7 @@ class World:
             if fires("rank", "restart"):
                 self._engine.crashes += 1
                 tasks.start_soon(member.restart, lambda: self._now, self._engine.rank_lost)
-            elif member.has_store and fires("store", "restart"):
+            elif member.has_store and not member.life.resets and fires("store", "restart"):
                 tasks.start_soon(member.restart_store)
             elif fires("rank", "freeze"):
                 member.freeze(self._now + self._rng.uniform(0.05, 0.8))

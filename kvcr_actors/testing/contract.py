@@ -16,7 +16,7 @@ from typing import TypeAlias
 import anyio
 
 from kvcr_actors.core.inventory import BlocksRemoved, BlocksStored
-from kvcr_actors.ports import PageBatch, PageOutcome, Store
+from kvcr_actors.ports import ClearOutcome, PageBatch, PageOutcome, Store
 from kvcr_actors.testing.store_driver import ALL_POOLS, StoreDriver, chain, driven, expect, letters
 from kvcr_actors.types import Tier
 
@@ -94,6 +94,8 @@ async def close_ends_what_was_accepted(make: StoreFactory) -> None:
         expect(letters(outcome.pages) == "f" * 16, "a write after the close fails")
         expect(late.is_quiet, "a write after the close touches no memory")
         expect(await driver.lookup(keys) == (0,) * 16, "a lookup after the close is a miss")
+        failed = await driver.cleared(driver.store.clear())
+        expect(failed.error is not None, "a clear after the close fails")
         await driver.store.close(driver.deadline_s)
 
 
@@ -149,12 +151,50 @@ async def new_components_are_merged(make: StoreFactory) -> None:
         expect(len(driver.services.events) == events, "a page that gains components was stored before")
 
 
+async def a_clear_forgets_every_page(make: StoreFactory) -> None:
+    """Lookups miss from the call on; afterwards nothing is held, and the same keys can be written with other bytes."""
+    async with driven(lambda: make(64)) as driver:
+        keys = chain("a", 12)
+        await driver.write(keys)
+        clearing = driver.store.clear()
+        expect(await driver.lookup(keys) == (0,) * 12, "a lookup after the call of a clear is a miss")
+        outcome = await driver.cleared(clearing)
+        expect(outcome == ClearOutcome(12), "a clear tells how many pages went, and that it did not fail")
+        expect(driver.store.contents() == frozenset(), "a cleared store holds nothing")
+        expect(await driver.read(keys) == "m" * 12, "a cleared page is a miss")
+        _expect_true_inventory(driver)
+        expect(letters(await driver.write(keys, version=1)) == "o" * 12, "a cleared page can be written")
+        expect(await driver.read(keys, version=1) == "o" * 12, "what is written after a clear has its own bytes")
+        _expect_true_inventory(driver)
+        expect(await driver.cleared(driver.store.clear()) == ClearOutcome(12), "a store can be cleared again")
+        expect(await driver.cleared(driver.store.clear()) == ClearOutcome(), "an empty store can be cleared")
+
+
+async def a_clear_takes_what_is_being_written(make: StoreFactory) -> None:
+    """A write asked for before a clear leaves nothing behind, whenever it ends; one asked for after it is held."""
+    async with driven(lambda: make(64)) as driver:
+        before, after = chain("before", 16), chain("after", 3)
+        running = driver.store.write(
+            PageBatch(before, (tuple(range(16)), (-1,) * 16, (-1,) * 16), (None, *before[:-1]))
+        )
+        clearing = driver.store.clear()
+        expect(letters(await driver.write(after)) == "ooo", "a write after a clear is OK")
+        with anyio.fail_after(driver.deadline_s):
+            await running.outcome()
+            await running.quiet()
+        expect((await driver.cleared(clearing)).error is None, "a clear beside a write does not fail")
+        expect(driver.store.contents() == frozenset(after), "a write asked for before a clear brings nothing back")
+        _expect_true_inventory(driver)
+
+
 EVERY_STORE: tuple[Check, ...] = (
     pages_come_back_as_they_were_written,
     absent_pages_are_misses,
     a_page_with_some_pools_serves_only_those,
     a_held_page_stays_as_it_is,
     events_rebuild_the_contents,
+    a_clear_forgets_every_page,
+    a_clear_takes_what_is_being_written,
     close_ends_what_was_accepted,
 )
 

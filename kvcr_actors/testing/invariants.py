@@ -19,7 +19,14 @@ from kvcr_actors.core.accounting import RequestAccount
 from kvcr_actors.core.inventory import InventoryIndex
 from kvcr_actors.core.ledger import ClaimState
 from kvcr_actors.core.stats import ControllerStats, TierTotals
-from kvcr_actors.messages import BackupAck, Completion, PrefetchCancelled, PrefetchReady, RestoreFinished
+from kvcr_actors.messages import (
+    BackupAck,
+    Completion,
+    PrefetchCancelled,
+    PrefetchReady,
+    ResetFinished,
+    RestoreFinished,
+)
 from kvcr_actors.types import BackupNode, MissReason, NodeId, PrefetchRequest, RequestId, RestoreOrder, Tier
 
 Subject: TypeAlias = Assembly | AsyncController | CacheController
@@ -32,6 +39,7 @@ class OrderBook:
     steps: dict[int, tuple[NodeId, ...]] = attrs.field(factory=dict[int, tuple[NodeId, ...]])
     requests: dict[RequestId, PrefetchRequest] = attrs.field(factory=dict[RequestId, PrefetchRequest])
     restores: dict[RequestId, RestoreOrder] = attrs.field(factory=dict[RequestId, RestoreOrder])
+    resets: list[RequestId] = attrs.field(factory=list[RequestId])
 
     def step(self, step: int | None, nodes: Iterable[BackupNode]) -> None:
         """Note the nodes of a flush that returned `step`; None notes nothing."""
@@ -99,6 +107,8 @@ def check_host(assembly: Assembly, *, quiet: bool = True) -> None:
     """Slots, pages and counts agree; nothing is half filled or pinned without a claim."""
     host = assembly.host
     host.check()
+    if quiet and host.forgotten_pages:
+        raise AssertionError(f"{host.forgotten_pages} forgotten pages keep their slots, though nothing works on them")
     if quiet and host.filling_pages:
         raise AssertionError(f"{host.filling_pages} host pages are still filling, though nothing fills them")
     pages = [host.get(key) for key in host.contents()]
@@ -114,6 +124,7 @@ def check_host(assembly: Assembly, *, quiet: bool = True) -> None:
 
 def check_answers(orders: OrderBook, completions: Sequence[Completion], *, quiet: bool = True) -> None:
     """Each order ended in exactly one completion, and no completion came without an order."""
+    _check_once("reset", orders.resets, [one.label for one in completions if isinstance(one, ResetFinished)])
     acks = [completion for completion in completions if isinstance(completion, BackupAck)]
     _check_once("step", orders.steps, [ack.step for ack in acks])
     for ack in acks:

@@ -10,7 +10,8 @@ from contextlib import asynccontextmanager
 import anyio
 import attrs
 
-from kvcr_actors.ports import BatchOutcome, PageBatch, PageOutcome, Store
+from kvcr_actors.ports import BatchOutcome, ClearOutcome, PageBatch, PageOutcome, Store
+from kvcr_actors.runtime.operation import Operation
 from kvcr_actors.testing.host_memory import BytesHostMemory
 from kvcr_actors.testing.services import RecordingServices, open_services
 from kvcr_actors.types import NO_SLOT, CacheLayout, PageKey, PoolSpec
@@ -87,6 +88,13 @@ class StoreDriver:
         """The pools held for each key."""
         with anyio.fail_after(self.deadline_s):
             return await self.store.lookup(keys, "contract").outcome()
+
+    async def cleared(self, clearing: Operation[ClearOutcome]) -> ClearOutcome:
+        """How a clear ended."""
+        with anyio.fail_after(self.deadline_s):
+            outcome = await clearing.outcome()
+            await clearing.quiet()
+        return outcome
 
     async def settle(self) -> None:
         """Wait for everything asked for so far, alignments included."""
