@@ -41,6 +41,8 @@ class Client:
         self.since = time.monotonic()
         """When it came, then when its handshake ended."""
         self.has_spoken = False
+        self.is_awaited = True
+        """Whether the system tells when more can be written."""
         self.connection = connection
         self._limit = 2 * queue
         self._out: deque[bytes | memoryview] = deque()
@@ -159,8 +161,9 @@ class Server:
         except OSError as error:
             self.drop(client, error)
             return
-        wanted = select.EPOLLIN | (select.EPOLLOUT if client.has_output else 0)
-        self._epoll.modify(client.connection, wanted)
+        if client.has_output is not client.is_awaited:
+            client.is_awaited = client.has_output
+            self._epoll.modify(client.connection, select.EPOLLIN | (select.EPOLLOUT if client.is_awaited else 0))
 
     def drop(self, client: Client, error: OSError | ClientError | None = None) -> None:
         """End a connection; a client at fault is told of in the log."""
