@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import math
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Hashable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -37,6 +38,10 @@ from kvcr_actors.store_slot import HostCleared
 from kvcr_actors.types import BackupNode, PageKey, PrefetchRequest, RequestId, RestoreOrder
 
 log = structlog.get_logger()
+
+
+KEPT = 4096
+"""The most of what nobody has asked for that an `AsyncController` keeps of a kind; the oldest go first."""
 
 
 @attrs.define(eq=False)
@@ -79,17 +84,17 @@ class AsyncController:
         self._waiters: dict[Hashable, _Waiter] = {}
         self._ready: set[RequestId] = set()
         """Prefixes that stand ready for a restore."""
-        self._expired: dict[RequestId, PrefetchCancelled] = {}
-        """How those ended that were given up first; kept until their restore is asked for."""
+        self._expired: dict[RequestId, tuple[float, PrefetchCancelled]] = {}
+        """How those ended that were given up first, and until when that is kept for their restore; oldest first."""
         self._left = Counter[RequestId]()
         """Cancelled prefetches whose end is to come: before the answer to a later request of the same id."""
         self._left_restores: set[RequestId] = set()
         """Restores whose caller has gone; their ids are in use until they are over."""
         self._failure: str | None = None
-        self.unclaimed_acks: list[BackupAck] = []
-        """Acks of backups whose caller was cancelled or ran out of time; the caller may clear it."""
-        self.failed_deposits: list[DepositFailed] = []
-        """Pages that stay out of the store after the last retry; the caller may clear it."""
+        self.unclaimed_acks: deque[BackupAck] = deque(maxlen=KEPT)
+        """Acks of backups whose caller was cancelled or ran out of time, the newest; the caller may clear it."""
+        self.failed_deposits: deque[DepositFailed] = deque(maxlen=KEPT)
+        """Pages that stay out of the store, the newest; the caller may clear it, and `stats` counts all of them."""
 
     async def start(self, timeout_s: float = 60.0) -> AsyncController:
         """Open device and store and start the actors; raises what keeps them from starting."""
@@ -97,11 +102,16 @@ class AsyncController:
         return self
 
     async def close(self, timeout_s: float | None = None) -> None:
-        """Drain and stop; a second call has nothing to do. Raises what the controller failed with, or DeadlineError.
+        """Drain and stop; a second call has nothing to do.
 
-        The default timeout is as long as the configured budgets together.
+        Raises what the controller failed with, or DeadlineError that names what still runs: copies that were launched
+        may then write host memory and device pages later. If it returns, nothing writes any memory. The default timeout
+        is as long as the configured budgets together.
         """
-        await self._host.stop(self._assembly.close_budget_s if timeout_s is None else timeout_s)
+        try:
+            await self._host.stop(self._assembly.close_budget_s if timeout_s is None else timeout_s)
+        except DeadlineError as error:
+            raise self._assembly.explained(error) from error.__cause__
 
     async def backup(
         self, nodes: Sequence[BackupNode], fence: object | None = None, timeout_s: float = 60.0
@@ -152,13 +162,13 @@ class AsyncController:
     ) -> RestoreFinished | PrefetchCancelled:
         """Copy a ready prefix to device pages, and wait until it is there (or was cancelled, or expired).
 
+        How a prefix expired is told for another `claim_lifetime_s`; after that it holds nothing.
         Past a DeadlineError the copy may still write to the device pages: do not reuse them.
         """
         self._check_running()
         what = f"the restore of {order.request_id}"
-        expired = self._expired.pop(order.request_id, None)
-        if expired is not None:
-            return expired
+        if (expired := self._expired.pop(order.request_id, None)) is not None:
+            return expired[1]
         if order.request_id not in self._ready:
             raise InvalidNodeError(f"{what}: it holds nothing; await its prefetch first, and restore it once")
         self._desk.restore(order)
@@ -289,8 +299,20 @@ class AsyncController:
 
     async def _dispatch(self) -> None:
         while True:
-            await self._assembly.outbox.wait_async()
+            until = next(iter(self._expired.values()))[0] if self._expired else math.inf
+            with anyio.CancelScope(deadline=until):
+                await self._assembly.outbox.wait_async()
             self._hand_out()
+            self._forget_expired()
+
+    def _forget_expired(self) -> None:
+        """Drop what was kept long enough: a caller who left between prefetch and restore does not come back."""
+        now = anyio.current_time()
+        while self._expired:
+            request_id, (until, _) = next(iter(self._expired.items()))
+            if until > now and len(self._expired) <= KEPT:
+                break
+            del self._expired[request_id]
 
     def _hand_out(self) -> None:
         for completion in self._desk.take():
@@ -321,7 +343,7 @@ class AsyncController:
                 self._ready.add(request_id)
         elif isinstance(completion, PrefetchCancelled) and request_id in self._ready:
             self._ready.remove(request_id)
-            self._expired[request_id] = completion
+            self._expired[request_id] = (anyio.current_time() + self.config.claim_lifetime_s, completion)
         if not self._left[request_id]:
             del self._left[request_id]
 

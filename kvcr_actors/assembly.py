@@ -27,28 +27,34 @@ from kvcr_actors.core.host_tier import HostTier
 from kvcr_actors.core.ledger import ClaimLedger
 from kvcr_actors.core.stats import ControllerStats
 from kvcr_actors.desk import EngineDesk
-from kvcr_actors.errors import ControllerClosedError
+from kvcr_actors.ending import Ending
+from kvcr_actors.errors import ControllerClosedError, DeadlineError, ForeignExitError
 from kvcr_actors.events.contexts import ContextTable
 from kvcr_actors.events.feed import EventFeed
-from kvcr_actors.messages import Completion, ControllerFailed
-from kvcr_actors.port_life import PORT_CLOSE_BUDGETS, open_sinks, opened
+from kvcr_actors.messages import Completion
+from kvcr_actors.port_life import PORT_CLOSE_BUDGETS, give_back, open_sinks, opened
 from kvcr_actors.ports import Description, Device, EventSink, OperationId, Ranks, RankTerms, Store
 from kvcr_actors.runtime.bell import LoopBell
 from kvcr_actors.runtime.breath import no_breath
+from kvcr_actors.runtime.endings import run_endings
+from kvcr_actors.runtime.foreign import containing
 from kvcr_actors.runtime.inbox import Inbox
+from kvcr_actors.runtime.memory_lease import take_memory
 from kvcr_actors.runtime.outbox import Outbox
 from kvcr_actors.runtime.progress import Progress
 from kvcr_actors.runtime.questions import Questions
 from kvcr_actors.runtime.runtime import Runtime
 from kvcr_actors.runtime.supervisor import ActorSpec, RestartPolicy, raising_sole_cause
 from kvcr_actors.services import LoopServices, StoreServices, refuse_events
-from kvcr_actors.store_slot import STORE_CLOSE_BUDGETS, StoreSlot, close_slot
-from kvcr_actors.types import MissReason
+from kvcr_actors.store_slot import STORE_CLOSE_BUDGETS, StoreSlot
+from kvcr_actors.types import MissReason, SkipReason
 
 log = structlog.get_logger()
 
 _UNBOUNDED = sys.maxsize
 _CLOSE_MARGIN_S = 5.0
+_QUIET_BUDGETS = 1
+"""Drain budgets for the memory of a controller that failed to become quiet."""
 
 
 class Assembly:
@@ -101,8 +107,23 @@ class Assembly:
         self._bell: LoopBell | None = None
         self._runtime: Runtime | None = None
         self._state: LoopState | None = None
+        self._ending = Ending(self.ledger, self.outbox)
         self._has_started = False
-        self._failed = False
+        self.has_ended = False
+        """Whether `main` is over."""
+
+    @property
+    def failure(self) -> Exception | None:
+        """What ended the controller, if it was not its stop."""
+        return self._ending.failure
+
+    def explained(self, error: DeadlineError) -> DeadlineError:
+        """The error of a close that ran out of time, with what has not ended. From any thread."""
+        if self.has_ended:
+            return error
+        actors = () if self._runtime is None else self._runtime.unfinished
+        words = (*(f"actor {name} runs" for name in actors), *self._ending.describe())
+        return DeadlineError("; ".join((str(error), *words)))
 
     @property
     def store(self) -> Store | None:
@@ -126,7 +147,9 @@ class Assembly:
     def close_budget_s(self) -> float:
         """The most that an orderly close takes, where every actor and port uses up its budget, and must be given up."""
         others = len(attrs.fields(Inboxes)) + len(self._sinks) + 2  # the device and the ranks
-        return self.config.drain_budget_s * (PORT_CLOSE_BUDGETS * others + STORE_CLOSE_BUDGETS) + _CLOSE_MARGIN_S
+        stores = 1 if self._slot is None else 1 + self._slot.given_up
+        budgets = PORT_CLOSE_BUDGETS * others + STORE_CLOSE_BUDGETS * stores + _QUIET_BUDGETS
+        return self.config.drain_budget_s * budgets + _CLOSE_MARGIN_S
 
     def make_desk(self) -> EngineDesk:
         """The engine's side of the hand-off."""
@@ -163,44 +186,56 @@ class Assembly:
             self._bell.ring_later()
 
     async def main(self, started: Callable[[], None], stop: anyio.Event) -> None:
-        """Open, run until `stop`, drain, close. What is still quarantined at the end is logged, and left mapped."""
-        bell = LoopBell(_log_fault, relay=self._relay)
+        """Open, run until `stop`, drain, close.
+
+        ConfigError before anything is opened if another controller has the memory; DeadlineError at the end if what was
+        launched has not ended. What is still quarantined then is logged, and left mapped.
+        """
+        lease = take_memory(self.device, self.device.host)
+        bell = LoopBell(self._note_fault, relay=self._relay)
 
         def note_started() -> None:
             self._has_started = True
             started()
 
         try:
-            with raising_sole_cause():
+            with raising_sole_cause(), containing():
                 async with anyio.create_task_group() as tasks:
                     self._bell = bell
                     await self._run_sinks(tasks, bell, note_started, stop)
                     tasks.cancel_scope.cancel()
         except Exception as error:
-            self._tell_failure(error)
+            self._note_failure(error)
+            for words in self._ending.describe():
+                error.add_note(words)
             raise
         finally:
-            self._close_inboxes()
-            self.restores.end()
-            self._bell = None
-            bell.close()
-            self.questions.end()
-            self.resets.end()
-            self._feed.close()
-            self._outlets.publish(last=True)
-            if self.ledger.open:
-                log.error("controller.claims_left", claims=[repr(claim) for claim in self.ledger.open_claims()])
+            self.has_ended = True
+            run_endings(partial(self._end, bell), self._ending.tell, partial(give_back, lease, self._ending.late))
+        self._ending.check()
+
+    def _end(self, bell: LoopBell) -> None:
+        self._close_inboxes()
+        self.restores.end()
+        self._bell = None
+        bell.close()
+        self.questions.end()
+        self.resets.end()
+        self._feed.close()
+        self._outlets.publish(last=True)
+        if self.ledger.open:
+            log.error("controller.claims_left", claims=[repr(claim) for claim in self.ledger.open_claims()])
 
     async def _run_sinks(
         self, tasks: anyio.abc.TaskGroup, bell: LoopBell, started: Callable[[], None], stop: anyio.Event
     ) -> None:
         services = LoopServices(tasks, bell, refuse_events)
         async with AsyncExitStack() as sinks:
-            await open_sinks(sinks, self._sinks, services, self.config.drain_budget_s)
+            await open_sinks(sinks, self._sinks, services, self.config.drain_budget_s, self._ending.late)
             try:
                 await self._run_ports(tasks, bell, started, stop)
             finally:
-                self._outlets.publish(last=True)
+                run_endings(self._ending.settle, partial(self._outlets.publish, last=True))
 
     async def _run_ports(
         self, tasks: anyio.abc.TaskGroup, bell: LoopBell, started: Callable[[], None], stop: anyio.Event
@@ -223,19 +258,19 @@ class Assembly:
             contexts=self._contexts,
         )
         self.questions.start(bell, tasks)
-        slot = self._slot = StoreSlot(state, lambda observe: StoreServices(tasks, bell, observe, self.stats))
+        late, budget_s, terms = self._ending.late, self.config.drain_budget_s, self._rank_terms()
+        slot = self._slot = StoreSlot(state, lambda observe: StoreServices(tasks, bell, observe, self.stats), late)
         self.resets.start(state, slot)
-        budget_s, terms = self.config.drain_budget_s, self._rank_terms()
         async with (
-            opened("device", self.device, partial(self.device.open, services), budget_s),
-            opened("ranks", self._ranks, partial(self._ranks.open, services, terms), budget_s),
+            opened("device", self.device, partial(self.device.open, services), budget_s, late, uses_memory=True),
+            opened("ranks", self._ranks, partial(self._ranks.open, services, terms), budget_s, late),
         ):
             try:
                 if self._first_store is not None:
                     await slot.attach(self._first_store)
                 await self._run_actors(state, bell, started, stop)
             finally:
-                await close_slot(slot, budget_s)
+                await slot.close(budget_s)
 
     def _rank_terms(self) -> RankTerms:
         """What all ranks must share: prefixes are agreed in pages, deadlines and policies decide what each proposes."""
@@ -254,11 +289,16 @@ class Assembly:
         try:
             await runtime.run(started, stop)
         except Exception as error:
-            end_ready(state, MissReason.STOPPED)
-            self._tell_failure(error)
+            self._note_failure(error)
+            self._end_open(state)
+            await self._ending.wait_quiet(state, self.config.drain_budget_s, self.resets)
             raise
         finally:
-            end_ready(state, MissReason.STOPPED)
+            self._end_open(state)
+
+    @staticmethod
+    def _end_open(state: LoopState) -> None:
+        run_endings(partial(end_ready, state, MissReason.STOPPED), partial(state.owed.end, SkipReason.STOPPED))
 
     def _specs(self, state: LoopState) -> list[ActorSpec[Any]]:
         """The actors in the order in which they drain: who feeds another drains before it."""
@@ -277,16 +317,21 @@ class Assembly:
         specs.append(spec("publisher", lambda tasks: PublisherActor(self._outlets, tasks), boxes.publisher))
         return specs
 
-    def _tell_failure(self, error: Exception) -> None:
-        """Take no more orders, and tell the engine why, once."""
-        if self._failed:
+    def _note_failure(self, error: Exception) -> None:
+        """Take no more orders; the engine is told why when its memory is quiet."""
+        if self._ending.failure is not None:
             return
-        self._failed = True
+        self._ending.failure = error
         self.questions.fail(error)
         if self._has_started:  # else `start` raises it
             log.error("controller.failed", error=str(error))
         self._close_inboxes()
-        self.outbox.deliver((ControllerFailed(str(error) or repr(error)),))
+
+    def _note_fault(self, error: Exception) -> None:
+        """A call that another thread posted has raised; what is no `Exception` ends the controller."""
+        log.error("loop.call_failed", exc_info=error)
+        if isinstance(error, ForeignExitError):
+            self.questions.send(partial(_raise, error))
 
     def _poke(self) -> None:
         if self._runtime is not None:
@@ -333,5 +378,5 @@ def _described(describe: Callable[[], Description]) -> Description:
         return {"error": repr(error)}
 
 
-def _log_fault(error: Exception) -> None:
-    log.error("loop.call_failed", exc_info=error)
+async def _raise(error: Exception) -> None:
+    raise error

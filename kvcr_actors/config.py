@@ -69,7 +69,11 @@ class ControllerConfig:
     """Whether a request's prefix is made recent in the store too, each time it is asked for."""
     deposit_batch_pages: int = _count(64)
     deposit_queue_pages: int = _count(1 << 15)
-    """Pages that may wait for the store; beyond it deposits are shed and counted."""
+    """Pages that may wait for the store, or half of the host's pages if that is less: what waits cannot be evicted.
+
+    Beyond it deposits are shed: counted, offered again once there is room, and named in `DepositFailed` if they leave
+    the host before that.
+    """
     deposit_retries: int = _count(3, least=0)
     deposit_backoff_s: float = _seconds(0.05)
     deposit_yield_s: float = _seconds(0.5)

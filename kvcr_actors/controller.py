@@ -83,10 +83,14 @@ class CacheController:
     def close(self, timeout_s: float | None = None) -> None:
         """Drain and stop; a second call has nothing to do. Completions can still be taken afterwards.
 
-        Raises what the controller failed with, or DeadlineError, which cuts the drain short. The default is as long as
-        the configured budgets together.
+        Raises what the controller failed with, or DeadlineError that names what still runs: copies that were launched
+        may then write host memory and device pages later. If it returns, nothing writes any memory. A timeout cuts the
+        drain short; the default is as long as the configured budgets together.
         """
-        self._host.stop(self._assembly.close_budget_s if timeout_s is None else timeout_s)
+        try:
+            self._host.stop(self._assembly.close_budget_s if timeout_s is None else timeout_s)
+        except DeadlineError as error:
+            raise self._assembly.explained(error) from error.__cause__
 
     def __enter__(self) -> CacheController:
         return self.start()

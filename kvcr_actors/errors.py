@@ -41,6 +41,12 @@ class ActorEscalatedError(KvcrActorsError):
     """An actor failed more often than its restart budget allows; the controller stops."""
 
 
+class ForeignExitError(KvcrActorsError):
+    """Foreign code on the loop raised what is no `Exception` (such as SystemExit), which is chained; it ends the
+    controller, whatever restarts are left. Whoever wrote that code is at fault.
+    """
+
+
 class ControllerClosedError(KvcrActorsError):
     """The controller (or store client) was closed, or failed; the cause is chained. Open a new one."""
 

@@ -200,7 +200,7 @@ class PrefetchCancelled:
 
 @attrs.frozen
 class DepositFailed:
-    """Pages that stay out of the store after the last retry; they remain in host memory."""
+    """Pages that stay out of the store: refused after the last retry, or never offered while the host held them."""
 
     keys: tuple[PageKey, ...]
     reason: SkipReason
@@ -225,7 +225,11 @@ class ResetFinished:
 
 @attrs.frozen
 class ControllerFailed:
-    """An actor used up its restarts: no more completions follow, and the caches must be treated as cold."""
+    """The last word: the caches must be treated as cold, and nothing that was open before uses memory any more.
+
+    What did not come to its end in time is named in `error`, and may still write its pages. Orders that follow are
+    answered at once, as stopped.
+    """
 
     error: str
 

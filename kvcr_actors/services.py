@@ -11,6 +11,7 @@ import structlog
 from kvcr_actors.core.inventory import InventoryEvent
 from kvcr_actors.core.stats import ControllerStats
 from kvcr_actors.runtime.bell import LoopBell
+from kvcr_actors.runtime.foreign import ContainedTasks
 
 log = structlog.get_logger()
 
@@ -23,7 +24,7 @@ class LoopServices:
     def __init__(
         self, tasks: anyio.abc.TaskGroup, bell: LoopBell, observe: Callable[[Sequence[InventoryEvent]], None]
     ) -> None:
-        self._tasks = tasks
+        self._tasks = ContainedTasks(tasks)
         self._bell = bell
         self._observe = observe
 

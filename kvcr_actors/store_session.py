@@ -26,9 +26,10 @@ from kvcr_actors.errors import ConfigError, ControllerClosedError, DeadlineError
 from kvcr_actors.events.feed import EventFeed
 from kvcr_actors.host_buffers import HostBuffers
 from kvcr_actors.messages import InventoryChanged
-from kvcr_actors.port_life import PORT_CLOSE_BUDGETS, closed_if_cut_short, open_sinks
+from kvcr_actors.port_life import PORT_CLOSE_BUDGETS, LatePorts, closed_if_cut_short, open_sinks
 from kvcr_actors.ports import BatchOutcome, Description, EventSink, HostMemory, PageBatch, Store
 from kvcr_actors.runtime.bell import LoopBell
+from kvcr_actors.runtime.foreign import ContainedTasks, containing
 from kvcr_actors.runtime.inbox import Inbox
 from kvcr_actors.runtime.questions import Questions
 from kvcr_actors.runtime.supervisor import raising_sole_cause
@@ -85,15 +86,17 @@ class StoreSession:
         self._calls = 0
         self._idle = anyio.Event()
         self._late = 0
+        self._ports = LatePorts()
 
     async def main(self, started: Callable[[], None], stop: anyio.Event) -> None:
         """Open, serve until `stop`, close. Raises what the store refuses with, and DeadlineError for a late close."""
         bell = LoopBell(_log_fault, relay=False)
         try:
-            with raising_sole_cause():
+            with raising_sole_cause(), containing():
                 async with anyio.create_task_group() as tasks:
                     async with AsyncExitStack() as stack:
-                        await open_sinks(stack, self._sinks, LoopServices(tasks, bell, refuse_events), self.budget_s)
+                        services = LoopServices(tasks, bell, refuse_events)
+                        await open_sinks(stack, self._sinks, services, self.budget_s, self._ports)
                         await self._serve(tasks, bell, started, stop)
                     tasks.cancel_scope.cancel()
         except Exception as error:
@@ -226,10 +229,10 @@ class StoreSession:
         self, tasks: anyio.abc.TaskGroup, bell: LoopBell, started: Callable[[], None], stop: anyio.Event
     ) -> None:
         store = self.store
-        publisher = PublisherActor(self._outlets, tasks)
+        publisher = PublisherActor(self._outlets, ContainedTasks(tasks))
         tasks.start_soon(self._publish, publisher, name="store events")
         try:
-            async with closed_if_cut_short(f"store {store.name}", store, self.budget_s):
+            async with closed_if_cut_short(f"store {store.name}", store, self.budget_s, self._ports, uses_memory=True):
                 await store.open(StoreServices(tasks, bell, self._observe, self._stats), self._memory)
                 if store.traits.cannot_store:
                     raise StoreError(f"store {store.name} cannot be used: {store.traits.cannot_store}")

@@ -14,9 +14,9 @@ from kvcr_actors.actors.state import LoopState
 from kvcr_actors.actors.store_guard import GuardedStore
 from kvcr_actors.core.host_tier import HostPage, PageState
 from kvcr_actors.core.inventory import InventoryEvent, Ownership, TierCleared
-from kvcr_actors.errors import CheckpointError, ConfigError, InboxClosedError, InboxFullError
+from kvcr_actors.errors import CheckpointError, ConfigError, DeadlineError, InboxClosedError, InboxFullError
 from kvcr_actors.messages import DepositPages, ResetCaches
-from kvcr_actors.port_life import close_port, closed_if_cut_short
+from kvcr_actors.port_life import LatePorts, close_port, closed_if_cut_short
 from kvcr_actors.ports import ClearOutcome, Services, Store
 from kvcr_actors.runtime.operation import Operation
 from kvcr_actors.types import PageKey, Tier
@@ -66,13 +66,19 @@ class StoreSlot:
     """Attaches and detaches stores of one controller. Everything is on the loop, and one call runs at a time."""
 
     def __init__(
-        self, state: LoopState, make_services: Callable[[Callable[[Sequence[InventoryEvent]], None]], Services]
+        self,
+        state: LoopState,
+        make_services: Callable[[Callable[[Sequence[InventoryEvent]], None]], Services],
+        late: LatePorts,
     ) -> None:
         self._state = state
         self._make_services = make_services
+        self._late = late
         self._store: Store | None = None
         self._hearing = _Hearing()
         self._closed = False
+        self._given_up: list[Store] = []
+        """Stores that were detached and not quiet in time: they may still use memory."""
         self._turn = anyio.Lock()
         self.namespace = b""
         """That of the last store that named one: pages in host memory are of it."""
@@ -86,6 +92,11 @@ class StoreSlot:
     def store(self) -> Store | None:
         """What is attached."""
         return self._store
+
+    @property
+    def given_up(self) -> int:
+        """Stores that were detached without coming to their end."""
+        return len(self._given_up)
 
     async def attach(self, store: Store) -> None:
         """Open a store and use it from now on. ConfigError or StoreError say why it cannot be used."""
@@ -105,7 +116,8 @@ class StoreSlot:
             if hearing.on:
                 state.observe_store(events)
 
-        async with closed_if_cut_short(f"store {store.name}", store, state.config.drain_budget_s):
+        budget_s = state.config.drain_budget_s
+        async with closed_if_cut_short(f"store {store.name}", store, budget_s, self._late, uses_memory=True):
             await store.open(self._make_services(observe), state.device.host)
         self._store, self._hearing = store, hearing
         self.namespace = store.traits.namespace or self.namespace
@@ -125,7 +137,7 @@ class StoreSlot:
             if store is None:
                 return
             self._let_go(guarded, for_good=for_good)
-            await _close(store, guarded, budget_s)
+            await self._close(store, guarded, budget_s)
 
     def begin_reset(self, order: ResetCaches) -> StoreReset:
         """In the turn of a reset: nothing that was computed before it is read, written or looked up any more."""
@@ -161,7 +173,7 @@ class StoreSlot:
                         self._let_go(self._state.store)
             try:
                 if goes is not None:
-                    await _close(goes, reset.guarded, budget_s)
+                    await self._close(goes, reset.guarded, budget_s)
             except Exception as error:  # noqa: BLE001 - a store is foreign code; it is detached all the same
                 errors.append(f"store {goes.name} was not closed: {error}" if goes else str(error))
             try:
@@ -218,33 +230,37 @@ class StoreSlot:
         lacking = [page for page in pages if page.state is PageState.READY and state.lacks_deposit(page)]
         if not lacking:
             return
-        for page in lacking:
-            state.host.pin(page)
-
-        def unpin() -> None:
-            for page in lacking:
-                state.host.unpin(page)
-
-        claim = state.ledger.take("deposit", "checkpoint", unpin)
+        claim = state.claim_pages("checkpoint", lacking)
         state.depositing.update(lacking)
         try:
             state.inboxes.deposit.tell(DepositPages(lacking, claim))
         except (InboxFullError, InboxClosedError):
             state.end_deposit(lacking)
             claim.release()
+            state.owed.owe(lacking)
             await anyio.sleep(state.config.deposit_backoff_s)
             return
         await state.deposit_over(lacking[-1])
 
+    async def _close(self, store: Store, guarded: GuardedStore | None, budget_s: float) -> None:
+        """Let what is in flight end, then close a store; one that is not quiet in time is closed again at the end."""
+        if guarded is not None:
+            with anyio.move_on_after(budget_s):
+                await guarded.quiet()
+        try:
+            await store.close(budget_s)
+        except DeadlineError:
+            if not self._closed:
+                self._given_up.append(store)
+            raise
 
-async def _close(store: Store, guarded: GuardedStore | None, budget_s: float) -> None:
-    """Let what is in flight end, then close a store."""
-    if guarded is not None:
-        with anyio.move_on_after(budget_s):
-            await guarded.quiet()
-    await store.close(budget_s)
-
-
-async def close_slot(slot: StoreSlot, budget_s: float) -> None:
-    """At the controller's end: close what is attached, and log what it did not do in time. StoreError if it failed."""
-    await close_port("store", partial(slot.detach, for_good=True), budget_s, STORE_CLOSE_BUDGETS)
+    async def close(self, budget_s: float) -> None:
+        """At the controller's end: close what is attached, and what was given up. StoreError if it failed."""
+        late = self._late
+        try:
+            closing = partial(self.detach, for_good=True)
+            await close_port("store", closing, budget_s, late, uses_memory=True, budgets=STORE_CLOSE_BUDGETS)
+        finally:
+            for number, store in enumerate(self._given_up, 1):
+                name = f"store {store.name}, detached as number {number}"
+                await close_port(name, store.close, budget_s, late, uses_memory=True, budgets=STORE_CLOSE_BUDGETS)

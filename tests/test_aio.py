@@ -287,7 +287,8 @@ async def test_who_waits_when_the_controller_closes_is_answered() -> None:
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(wait)
         await anyio.sleep(0.01)
-        await controller.close()
+        with pytest.raises(DeadlineError, match=r"store.*memory is in use for read of 'r'"):
+            await controller.close()
     (answer,) = answers
     assert answer.account.reasons == {MissReason.STOPPED: 2}
     with pytest.raises(ControllerClosedError, match="it was closed"):

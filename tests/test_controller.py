@@ -172,14 +172,16 @@ def test_write_back_has_a_deadline_that_names_the_step(door: dict[str, Any]) -> 
     config = ControllerConfig(copy_deadline_s=0.2, drain_budget_s=0.2)
     engine = Engine(door, config)
     engine.ports.device.faults = FaultPlan.always(Fault.STALL)
-    with engine.controller as controller:
-        node = engine.ports.node(chain("a", 1))
-        with pytest.raises(DeadlineError, match="step 1 was not acknowledged"):
-            controller.write_back([node], timeout_s=0.01)
-        engine.ports.orders.step(1, [node])
-        ack = engine.await_one(lambda one: isinstance(one, BackupAck))
-        assert isinstance(ack, BackupAck)
-        assert ack.failed == ((node.node_id, SkipReason.COPY_FAILED),)
+    controller = engine.controller.start()
+    node = engine.ports.node(chain("a", 1))
+    with pytest.raises(DeadlineError, match="step 1 was not acknowledged"):
+        controller.write_back([node], timeout_s=0.01)
+    engine.ports.orders.step(1, [node])
+    ack = engine.await_one(lambda one: isinstance(one, BackupAck))
+    assert isinstance(ack, BackupAck)
+    assert ack.failed == ((node.node_id, SkipReason.COPY_FAILED),)
+    with pytest.raises(DeadlineError, match=r"1 copies still ran.*in use for backup of 1"):
+        controller.close()
     engine.check(quiet=False)
 
 

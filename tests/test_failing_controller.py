@@ -181,5 +181,5 @@ def test_the_default_time_to_close_is_as_long_as_all_budgets_together() -> None:
         CacheController(ControllerConfig(drain_budget_s=seconds), **ports.arguments)._assembly.close_budget_s
         for seconds in (1.0, 10.0)
     )
-    # 6 actors, device and ranks twice each, the plain sink too, and the store.
-    assert long - short == pytest.approx(9.0 * (2 * (6 + 3) + 3))
+    # 6 actors, device and ranks twice each, the plain sink too, the store, and the wait for quiet memory.
+    assert long - short == pytest.approx(9.0 * (2 * (6 + 3) + 3 + 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import structlog
@@ -14,6 +15,7 @@ from kvcr_actors.core.rounds import step_operation
 from kvcr_actors.errors import InboxClosedError, InboxFullError
 from kvcr_actors.messages import BackUpStep, CopyStarted
 from kvcr_actors.ports import CopyOutcome
+from kvcr_actors.runtime.endings import run_endings
 from kvcr_actors.runtime.operation import Operation
 from kvcr_actors.types import SkipReason
 
@@ -68,6 +70,7 @@ class BackupActor:
             state.publish_changes()
             if not staging.nodes:
                 state.join_without(operation)
+                self._settled_step = step.step
                 state.acknowledge(step.step, staging.done, staging.failed)
                 return
             copy = self._launch(step, staging)
@@ -77,7 +80,7 @@ class BackupActor:
         finally:
             if not handed_over:
                 size = (len(staging.pages) + len(staging.growths)) * state.device.layout.page_bytes
-                state.release_when_quiet(copy, claim, size)
+                run_endings(partial(state.release_when_quiet, copy, claim, size))
 
     def _launch(self, step: BackUpStep, staging: StepStaging) -> Operation[CopyOutcome]:
         if not staging.parts:
@@ -101,6 +104,7 @@ class BackupActor:
             reason = SkipReason.QUEUE_FULL if isinstance(refusal, InboxFullError) else SkipReason.STOPPED
             failed = [*started.failed, *((node.node_id, reason) for node in started.staged)]
             self._state.join_without(started.operation)
+            self._settled_step = started.step
             self._state.acknowledge(started.step, started.done, failed)
             return False
         return True

@@ -7,17 +7,17 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import anyio
-import anyio.abc
 import structlog
 
 from kvcr_actors.actors.state import LoopState
 from kvcr_actors.core.host_tier import HostPage, PageState
-from kvcr_actors.core.ledger import Claim, ClaimState
+from kvcr_actors.core.ledger import ClaimState
 from kvcr_actors.errors import InboxClosedError, InboxFullError
 from kvcr_actors.messages import CopyStarted, DepositPages, StagedNode
 from kvcr_actors.ports import Agreement, CopyOutcome
 from kvcr_actors.runtime.breath import PAGES_A_CALL
 from kvcr_actors.runtime.endings import run_endings
+from kvcr_actors.runtime.foreign import Tasks
 from kvcr_actors.types import NO_SLOT, NodeId, SkipReason
 
 log = structlog.get_logger()
@@ -31,7 +31,7 @@ class ConfirmationActor:
 
     name = "confirmation"
 
-    def __init__(self, state: LoopState, tasks: anyio.abc.TaskGroup, poke: Callable[[], None]) -> None:
+    def __init__(self, state: LoopState, tasks: Tasks, poke: Callable[[], None]) -> None:
         self._state = state
         self._tasks = tasks
         self._poke = poke
@@ -190,7 +190,7 @@ class ConfirmationActor:
         pages = [page for page in dict.fromkeys([*ready, *tails]) if state.lacks_deposit(page)]
         if not pages:
             return
-        claim = self._claim(step, tails)
+        claim = state.claim_pages(step, tails)
         try:
             state.depositing.update(pages)
             state.inboxes.deposit.tell(DepositPages(pages, claim))
@@ -198,20 +198,10 @@ class ConfirmationActor:
             run_endings(partial(state.end_deposit, pages), partial(state.release_when_quiet, None, claim, 0))
             if not isinstance(refusal, InboxFullError | InboxClosedError):
                 raise
-            reason = SkipReason.QUEUE_FULL if isinstance(refusal, InboxFullError) else SkipReason.STOPPED
-            state.stats.deposit.skipped[reason] += len(pages)
-
-    def _claim(self, step: int, tails: Sequence[HostPage]) -> Claim:
-        """Keep pages, and with each the path above it, from eviction until they are deposited."""
-        host = self._state.host
-        for tail in tails:
-            host.pin(tail)
-
-        def unpin() -> None:
-            for tail in tails:
-                host.unpin(tail)
-
-        return self._state.ledger.take("deposit", step, unpin)
+            if isinstance(refusal, InboxFullError):
+                state.owed.owe(pages)
+            else:
+                state.owed.fail([page.key for page in pages], SkipReason.STOPPED)
 
     def _give_up(self, started: CopyStarted, reason: SkipReason, *, joined: bool = False) -> None:
         failed = [*started.failed, *((node.node_id, reason) for node in started.staged)]

@@ -1,4 +1,8 @@
-"""Deposit, host to store: bounded batches, bounded retries, parents before children."""
+"""Deposit, host to store: bounded batches, bounded retries, parents before children.
+
+Each page that comes here ends stored, named in a `DepositFailed`, or owed (see `owed`): what finds the queue full is
+offered again once the queue is empty.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import anyio
-import anyio.abc
 import attrs
 import structlog
 
@@ -16,9 +19,10 @@ from kvcr_actors.actors.state import LoopState
 from kvcr_actors.actors.store_guard import GuardedStore
 from kvcr_actors.core.host_tier import HostPage
 from kvcr_actors.core.ledger import Claim, ClaimState
-from kvcr_actors.messages import DepositFailed, DepositPages
+from kvcr_actors.messages import DepositPages
 from kvcr_actors.ports import BatchOutcome, PageBatch, PageOutcome
 from kvcr_actors.runtime.endings import run_endings
+from kvcr_actors.runtime.foreign import Tasks
 from kvcr_actors.runtime.operation import Operation
 from kvcr_actors.types import SkipReason
 
@@ -53,7 +57,7 @@ class DepositActor:
 
     name = "deposit"
 
-    def __init__(self, state: LoopState, tasks: anyio.abc.TaskGroup, poke: Callable[[], None]) -> None:
+    def __init__(self, state: LoopState, tasks: Tasks, poke: Callable[[], None]) -> None:
         self._state = state
         self._tasks = tasks
         self._poke = poke
@@ -63,11 +67,13 @@ class DepositActor:
         self._limit = min(state.config.deposit_queue_pages, max(1, state.host.capacity // 2))
         self._writer_runs = False
         self._idle = anyio.Event()
+        if state.owed:  # by an incarnation before this one
+            self._start_writer()
 
     @property
     def busy(self) -> int:
-        """Orders that wait or are being written."""
-        return len(self._queue) + (self._current is not None)
+        """Orders that wait or are being written; at least 1 while the writer looks for what is owed."""
+        return max(len(self._queue) + (self._current is not None), int(self._writer_runs))
 
     @property
     def _waiting_pages(self) -> int:
@@ -75,24 +81,23 @@ class DepositActor:
         return current + sum(len(order.pages) for order in self._queue)
 
     async def handle(self, batch: Sequence[DepositPages]) -> None:
-        """Queue the pages; beyond the queue's bound they are shed, counted, and stay in host memory only."""
+        """Queue the pages; beyond the queue's bound they are shed, to be offered again."""
         waiting = self._waiting_pages
         for message in batch:
             if waiting and waiting + len(message.pages) > self._limit:
-                self._shed(message, SkipReason.QUEUE_FULL)
+                self._shed(message)
                 continue
             self._queue.append(_Order(message.pages, message.claim))
             waiting += len(message.pages)
         if self._queue and not self._writer_runs:
-            self._tasks.start_soon(self._write_all, name="deposit writer")
-            self._writer_runs = True
+            self._start_writer()
 
     def abandon(self, batch: Sequence[DepositPages], error: BaseException) -> None:
-        """Shed what the writer, which has ended by now, did not give up itself."""
+        """Give up what the writer, which has ended by now, did not give up itself."""
         del error
         # One that is quarantined it gave up: a write may still read the pages.
         left = [message for message in batch if message.claim.state is ClaimState.HELD]
-        run_endings(*(partial(self._shed, message, SkipReason.STOPPED) for message in left))
+        run_endings(*(partial(self._abandon, message) for message in left))
 
     async def drain(self) -> None:
         """Write what waits; the supervisor sets the budget."""
@@ -104,16 +109,43 @@ class DepositActor:
         """What waits, for people."""
         return {"waiting_pages": self._waiting_pages, "deposited": self._state.stats.deposit.deposited}
 
-    def _shed(self, message: DepositPages, reason: SkipReason) -> None:
-        self._state.stats.deposit.skipped[reason] += len(message.pages)
+    def _abandon(self, message: DepositPages) -> None:
+        keys = [page.key for page in message.pages if not page.stored]
+        run_endings(partial(self._state.owed.fail, keys, SkipReason.STOPPED), partial(self._let_go, message))
+
+    def _shed(self, message: DepositPages) -> None:
+        run_endings(partial(self._let_go, message), partial(self._state.owed.owe, message.pages))
+
+    def _let_go(self, message: DepositPages) -> None:
         run_endings(
             partial(self._state.end_deposit, message.pages),
             partial(self._state.release_when_quiet, None, message.claim, 0),
         )
 
+    def _start_writer(self) -> None:
+        self._tasks.start_soon(self._write_all, name="deposit writer")
+        self._writer_runs = True
+
+    def _take_owed(self) -> bool:
+        """There is room: queue what was shed before and is still here, within the queue's bound."""
+        state = self._state
+        if state.store is None:
+            state.owed.end(SkipReason.TIER_OFF)
+            return False
+        keys = state.owed.take()
+        found = [page for page in map(state.host.get, keys) if page is not None and page.ready]
+        lacking = [page for page in found if state.lacks_deposit(page)]
+        pages, later = lacking[: self._limit], lacking[self._limit :]
+        state.owed.put_back(page.key for page in later)
+        if pages:
+            claim = state.claim_pages("owed", pages)
+            state.depositing.update(pages)
+            self._queue.append(_Order(pages, claim))
+        return bool(pages)
+
     async def _write_all(self) -> None:
         try:
-            while self._queue:
+            while self._queue or self._take_owed():
                 self._current = order = self._queue.popleft()
                 if order.is_forgotten:
                     self._give_up(order, SkipReason.RESET)
@@ -144,9 +176,8 @@ class DepositActor:
 
     def _give_up(self, order: _Order, reason: SkipReason = SkipReason.STOPPED) -> None:
         left = [page for page in order.pages if not page.stored and page not in order.failed]
-        self._state.stats.deposit.skipped[reason] += len(left)
         order.failed.update(left)
-        self._end(order)
+        run_endings(partial(self._state.owed.fail, [page.key for page in left], reason), partial(self._end, order))
 
     async def _write_order(self, order: _Order, store: GuardedStore) -> None:
         pages = _with_missing_parents(order.pages)
@@ -205,6 +236,7 @@ class DepositActor:
             if result is PageOutcome.OK and (page.parent is None or page.parent.stored):
                 page.stored = True
                 done.add(page)
+                self._state.owed.settle(page.key)
                 self._state.stats.deposit.deposited += 1
 
     async def _write(
@@ -233,11 +265,7 @@ class DepositActor:
     def _fail(self, order: _Order, lost: Mapping[HostPage, SkipReason]) -> None:
         order.failed.update(lost)
         for reason in dict.fromkeys(lost.values()):
-            keys = tuple(page.key for page, why in lost.items() if why is reason)
-            self._state.stats.deposit.skipped[reason] += len(keys)
-            log.warning("deposit.failed", pages=len(keys), reason=reason.value)
-            if reason is not SkipReason.RESET:  # its end tells of that: such pages stay nowhere
-                self._state.outbox.deliver((DepositFailed(keys, reason),))
+            self._state.owed.fail([page.key for page, why in lost.items() if why is reason], reason)
 
 
 def _with_missing_parents(pages: Sequence[HostPage]) -> list[HostPage]:

@@ -6,7 +6,6 @@ import math
 from functools import partial
 
 import anyio
-import anyio.abc
 from anyio.lowlevel import checkpoint
 
 from kvcr_actors.actors.reading import PrefixReader
@@ -14,6 +13,7 @@ from kvcr_actors.actors.search import EndSearch, Search
 from kvcr_actors.actors.search_tasks import SearchTasks
 from kvcr_actors.actors.state import LoopState
 from kvcr_actors.runtime.endings import run_endings
+from kvcr_actors.runtime.foreign import Tasks
 from kvcr_actors.types import MissReason
 
 _STEPS_A_TURN = 8
@@ -30,7 +30,7 @@ class SearchFollower:
         self,
         state: LoopState,
         reader: PrefixReader,
-        tasks: anyio.abc.TaskGroup,
+        tasks: Tasks,
         others: SearchTasks,
         end: EndSearch,
     ) -> None:

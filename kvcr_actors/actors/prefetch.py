@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import anyio
-import anyio.abc
 import structlog
 from anyio.lowlevel import checkpoint
 
@@ -30,6 +29,7 @@ from kvcr_actors.messages import (
     StopPrefetches,
 )
 from kvcr_actors.runtime.endings import run_endings
+from kvcr_actors.runtime.foreign import Tasks
 from kvcr_actors.types import MissReason, PrefetchRequest, RequestId, StopPolicy
 
 log = structlog.get_logger()
@@ -46,9 +46,7 @@ class PrefetchActor:
 
     name = "prefetch"
 
-    def __init__(
-        self, state: LoopState, reader: PrefixReader, tasks: anyio.abc.TaskGroup, poke: Callable[[], None]
-    ) -> None:
+    def __init__(self, state: LoopState, reader: PrefixReader, tasks: Tasks, poke: Callable[[], None]) -> None:
         self._state = state
         self._reader = reader
         self._tasks = tasks

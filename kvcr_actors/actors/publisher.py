@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import anyio
-import anyio.abc
 import attrs
 import structlog
 
@@ -16,6 +15,7 @@ from kvcr_actors.core.stats import ControllerStats
 from kvcr_actors.events.feed import EventFeed
 from kvcr_actors.messages import InventoryChanged
 from kvcr_actors.ports import EventSink
+from kvcr_actors.runtime.foreign import Tasks
 from kvcr_actors.types import Tier
 
 log = structlog.get_logger()
@@ -117,7 +117,7 @@ class PublisherActor:
     name = "publisher"
     busy = 0
 
-    def __init__(self, outlets: Outlets, tasks: anyio.abc.TaskGroup) -> None:
+    def __init__(self, outlets: Outlets, tasks: Tasks) -> None:
         self._outlets = outlets
         self._tasks = tasks
         self._repairs = False

@@ -5,13 +5,13 @@ from __future__ import annotations
 from functools import partial
 
 import anyio
-import anyio.abc
 import structlog
 
 from kvcr_actors.actors.prefix_end import answer_prefix, count_started, end_prefix
 from kvcr_actors.actors.state import LoopState
 from kvcr_actors.core.prefetch_state import HeldPrefix, Phase
 from kvcr_actors.messages import Completion, PrefetchReady
+from kvcr_actors.runtime.foreign import Tasks
 from kvcr_actors.types import MissReason
 
 log = structlog.get_logger()
@@ -20,7 +20,7 @@ log = structlog.get_logger()
 class ReadyPrefixes:
     """Concludes searches, and ends what nobody takes; the prefixes themselves are the loop's state."""
 
-    def __init__(self, state: LoopState, tasks: anyio.abc.TaskGroup) -> None:
+    def __init__(self, state: LoopState, tasks: Tasks) -> None:
         self._state = state
         self._tasks = tasks
         self._expiry_runs = False

@@ -52,6 +52,12 @@ class Resets:
         self._questions = questions
         self._given: deque[ResetCaches] = deque()
         self._parts: tuple[LoopState, StoreSlot] | None = None
+        self._running = 0
+
+    @property
+    def open(self) -> int:
+        """Resets that are not answered."""
+        return len(self._given) + self._running
 
     def give(self, order: ResetCaches) -> None:
         """Have a reset begin soon: before any order that is handed over after it."""
@@ -93,6 +99,7 @@ class Resets:
         gone_by = anyio.current_time() + max(state.config.copy_deadline_s, state.config.drain_budget_s)
         agreement = state.ranks.propose(("reset", order.label), 1)
         reset = _Begun(order.label, host_pages, gone, gone_by, ended_before, begun, agreement)
+        self._running += 1
         state.services.spawn(partial(self._finish, reset, state, slot), f"reset {order.label}")
 
     async def _finish(self, reset: _Begun, state: LoopState, slot: StoreSlot) -> None:
@@ -112,5 +119,6 @@ class Resets:
             finished = ResetFinished(reset.label, reset.host_pages, store_pages, ended, kept, "; ".join(errors) or None)
             log.info("reset.finished", **attrs.asdict(finished))
             state.outbox.deliver((finished,))
+            self._running -= 1
         if reset.store.comes is not None:
             await slot.deposit_all()  # pages that were backed up while there was no store

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import anyio
-import anyio.abc
 import attrs
 import structlog
 
@@ -17,6 +16,7 @@ from kvcr_actors.core.prefetch_state import HeldPrefix, Phase
 from kvcr_actors.messages import RestoreFinished, RestoreStep
 from kvcr_actors.ports import CopyOutcome
 from kvcr_actors.runtime.endings import run_endings
+from kvcr_actors.runtime.foreign import Tasks
 from kvcr_actors.runtime.operation import Operation
 from kvcr_actors.types import NO_SLOT, Components, MissReason, RestoreOrder
 
@@ -39,7 +39,7 @@ class RestoreActor:
 
     name = "restore"
 
-    def __init__(self, state: LoopState, tasks: anyio.abc.TaskGroup, poke: Callable[[], None]) -> None:
+    def __init__(self, state: LoopState, tasks: Tasks, poke: Callable[[], None]) -> None:
         self._state = state
         self._tasks = tasks
         self._poke = poke

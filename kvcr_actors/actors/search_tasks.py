@@ -5,20 +5,20 @@ from __future__ import annotations
 from functools import partial
 
 import anyio
-import anyio.abc
 
 from kvcr_actors.actors.reading import PrefixReader
 from kvcr_actors.actors.search import EndSearch, Search
 from kvcr_actors.actors.state import LoopState
 from kvcr_actors.core.hit_policy import longest
 from kvcr_actors.runtime.endings import run_endings
+from kvcr_actors.runtime.foreign import Tasks
 from kvcr_actors.types import MissReason
 
 
 class SearchTasks:
     """Carries on each search in a task of its own; `end` takes what is over."""
 
-    def __init__(self, state: LoopState, reader: PrefixReader, tasks: anyio.abc.TaskGroup, end: EndSearch) -> None:
+    def __init__(self, state: LoopState, reader: PrefixReader, tasks: Tasks, end: EndSearch) -> None:
         self._state = state
         self._reader = reader
         self._tasks = tasks

@@ -11,6 +11,7 @@ import anyio
 import attrs
 import structlog
 
+from kvcr_actors.actors.owed import OwedDeposits
 from kvcr_actors.actors.store_guard import GuardedStore
 from kvcr_actors.config import ControllerConfig
 from kvcr_actors.core.host_tier import (
@@ -99,12 +100,18 @@ class LoopState:
     """End every search that the prefetch actor follows."""
     ended_by_reset: int = 0
     """Nodes, prefetches and restores that ended for a reset."""
+    owed: OwedDeposits = attrs.field(init=False)
+    """Pages that found no room on that way."""
     _deposit_ended: anyio.Event = attrs.field(factory=anyio.Event)
+    _claim_ended: anyio.Event = attrs.field(factory=anyio.Event)
     _reads: int = 0
     _reads_over: anyio.Event = attrs.field(factory=anyio.Event)
     _left: dict[HostPage, float] = attrs.field(factory=dict[HostPage, float])
     """Pages under a read that nobody follows any more, and until when they are worth waiting for."""
     _fills: dict[HostPage, anyio.Event] = attrs.field(factory=dict[HostPage, anyio.Event])
+
+    def __attrs_post_init__(self) -> None:
+        self.owed = OwedDeposits(self.stats, self.outbox)
 
     def acknowledge(self, step: int, done: Sequence[NodeId], failed: Sequence[tuple[NodeId, SkipReason]]) -> None:
         """Tell the engine that a step's device pages may change, and count what was not backed up."""
@@ -178,6 +185,17 @@ class LoopState:
         """Whether the store lacks a page that is not on its way there either."""
         return self.store is not None and not page.stored and page not in self.depositing
 
+    def claim_pages(self, holder: RequestId, pages: Sequence[HostPage]) -> Claim:
+        """Keep pages, and with each the path above it, from eviction until they are deposited."""
+        for page in pages:
+            self.host.pin(page)
+
+        def unpin() -> None:
+            for page in pages:
+                self.host.unpin(page)
+
+        return self.ledger.take("deposit", holder, unpin)
+
     def end_deposit(self, pages: Sequence[HostPage]) -> None:
         """Pages are no longer on their way to the store, whether or not they came there."""
         self.depositing.difference_update(pages)
@@ -225,12 +243,18 @@ class LoopState:
         Where that broke off half way it can be asked for again.
         """
         if operation is None:
-            _release_if_open(claim)
+            self._release_if_open(claim)
             return
         if not operation.is_quiet:
             claim.quarantine(size)
             log.warning("claim.quarantined", kind=claim.kind, holder=claim.holder, bytes=size)
-        operation.when_quiet(lambda: _release_if_open(claim))
+        operation.when_quiet(lambda: self._release_if_open(claim))
+
+    async def claims_over(self) -> None:
+        """Wait until no claim is open, once the actors have ended. The caller sets the deadline."""
+        while self.ledger.open:
+            self._claim_ended = anyio.Event()
+            await self._claim_ended.wait()
 
     def publish_changes(self) -> None:
         """Publish what changed in the host tier, and poison freed slots where that is asked for."""
@@ -243,9 +267,11 @@ class LoopState:
                 case PagesRemoved():
                     self.stats.host_evicted += len(change.keys)
                     events.append(BlocksRemoved(Tier.HOST, change.keys))
+                    self.owed.lose(change.keys)
                 case PagesForgotten():
                     self.stats.host_evicted += change.count
                     events.append(TierCleared(Tier.HOST))
+                    self.owed.end(SkipReason.RESET)
                 case PagesFreed():
                     freed.append(change)
         self.publish(events)
@@ -284,7 +310,9 @@ class LoopState:
                 if event is not None:
                     event.set()
 
-
-def _release_if_open(claim: Claim) -> None:
-    if not claim.is_released:
-        claim.release()
+    def _release_if_open(self, claim: Claim) -> None:
+        try:
+            if not claim.is_released:
+                claim.release()
+        finally:
+            self._claim_ended.set()

@@ -151,7 +151,11 @@ class ClaimLedger:
 
     def open_claims(self) -> tuple[OpenClaim, ...]:
         """Every open claim, oldest first."""
-        return tuple(OpenClaim(c.kind, c.holder, c.state, c.quarantined_bytes) for c in self._open)
+        return tuple(OpenClaim(c.kind, c.holder, c.state, c.quarantined_bytes) for c in tuple(self._open))
+
+    def quarantined_claims(self) -> tuple[Claim, ...]:
+        """The claims on memory that native code may still touch, oldest first, for whoever knows that it has ended."""
+        return tuple(claim for claim in self._open if claim.state is ClaimState.QUARANTINED)
 
     def forget(self, claim: Claim) -> None:
         """Count a claim as released. Called by the claim itself."""

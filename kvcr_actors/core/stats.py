@@ -58,6 +58,8 @@ class DepositTotals:
 
     deposited: int = 0
     retried: int = 0
+    shed: int = 0
+    """Pages that found the queue full; offered again when there is room, so that one may be counted more than once."""
     skipped: Counter[SkipReason] = attrs.field(factory=Counter)
 
 

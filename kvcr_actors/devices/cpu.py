@@ -105,7 +105,8 @@ class CpuDevice(LayerWaits):
         return self._pools[pool].pages
 
     async def open(self, services: Services) -> None:
-        """Start the copy threads."""
+        """Start the copy threads; those of an earlier life have ended, or the memory would be another's."""
+        self._closing = ()
         self._threads = {way: OwnerThread(f"kvcr-cpu-{way.value}", services) for way in Direction}
 
     def submit(self, plan: CopyPlan, fences: Sequence[object] = ()) -> Operation[CopyOutcome]:

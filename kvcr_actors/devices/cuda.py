@@ -103,6 +103,7 @@ class CopyEngine(LayerWaits, ReadsPageLists, Generic[S, E]):
 
     async def open(self, services: Services) -> None:
         """Start the threads, take the staging memory and compile the kernels; DeviceError if one of them fails."""
+        self._open.clear()  # the copies of an earlier life have ended, or the memory would be another's
         launcher = OwnerThread("kvcr-launch", services)
         self._threads = (launcher,)
         error = await launcher.submit(self._prepare, lambda error: f"{type(error).__name__}: {error}").outcome()

@@ -21,6 +21,7 @@ from kvcr_actors.devices.host_transfers import HostRun
 from kvcr_actors.errors import ConfigError, DeviceError, NoHostMemoryError
 from kvcr_actors.host_buffers import POISON_BYTE
 from kvcr_actors.ports import HostMemory
+from kvcr_actors.runtime.memory_lease import check_free
 from kvcr_actors.types import CacheLayout
 
 _TOUCH_CHUNK = 256 << 20
@@ -153,10 +154,12 @@ class HostPools:
             self._tensors[pool].index_fill_(0, torch.tensor(slots, dtype=torch.int64), POISON_BYTE)
 
     def close(self) -> None:
-        """Unregister the memory. It is freed when the last tensor or view of it goes; no copy may run any more.
+        """Unregister the memory. It is freed when the last tensor or view of it goes.
 
+        ConfigError while a controller has it, or copies of one may still run: nothing is changed then.
         DeviceError after the last chunk, if the driver refused one: that stays registered until the process ends.
         """
+        check_free(self, "close()")
         if self._registered:
             self._unregister()
 

@@ -18,12 +18,14 @@ from kvcr_actors.core.inventory import InventoryEvent
 from kvcr_actors.errors import ConfigError, DeadlineError, InboxClosedError, InboxFullError, InvalidNodeError
 from kvcr_actors.movers.local import LocalMover, MoveOutcome
 from kvcr_actors.movers.orders import MoveAck, Moved, MoveFailure, MoveOrder, MoverFailed, OrderId
-from kvcr_actors.port_life import opened
+from kvcr_actors.port_life import LatePorts, give_back, opened
 from kvcr_actors.ports import Description, Device, LayerWaits
 from kvcr_actors.runtime.bell import LoopBell
+from kvcr_actors.runtime.foreign import containing
 from kvcr_actors.runtime.hosts import ThreadHost
 from kvcr_actors.runtime.inbox import Inbox
 from kvcr_actors.runtime.inline_host import InlineHost
+from kvcr_actors.runtime.memory_lease import take_memory
 from kvcr_actors.runtime.operation import Operation
 from kvcr_actors.runtime.outbox import Outbox
 from kvcr_actors.runtime.progress import Progress
@@ -196,13 +198,14 @@ class PageMover:
 
     async def _main(self, started: Callable[[], None], stop: anyio.Event) -> None:
         """On the loop: open the device, submit steps until `stop`, let what runs end."""
+        late, lease = LatePorts(), take_memory(self._device, self._device.host)
         bell = LoopBell(_log_fault, relay=self._threaded, name="kvcr-mover-bell")
         error: BaseException | None = None
         try:
-            with raising_sole_cause():
+            with raising_sole_cause(), containing():
                 async with anyio.create_task_group() as tasks:
-                    services = LoopServices(tasks, bell, _refuse_events)
-                    async with opened("device", self._device, partial(self._device.open, services), self._budget_s):
+                    opening = partial(self._device.open, LoopServices(tasks, bell, _refuse_events))
+                    async with opened("device", self._device, opening, self._budget_s, late, uses_memory=True):
                         bell.attach(self._inbox)
                         self._bell = bell
                         tasks.start_soon(self._close_at, stop, name="mover stop")
@@ -214,6 +217,7 @@ class PageMover:
             error = failure
             raise
         finally:
+            give_back(lease, late)
             self._end(bell, error)
 
     async def _close_at(self, stop: anyio.Event) -> None:

@@ -24,6 +24,8 @@ from typing import Protocol, TypeAlias
 import attrs
 from anyio.lowlevel import current_token
 
+from kvcr_actors.runtime.foreign import contained
+
 _JOIN_S = 5.0
 
 Wake: TypeAlias = Callable[[Callable[[], None]], object]
@@ -183,5 +185,5 @@ class LoopBell:
             call = self._calls.popleft()
             try:
                 call()
-            except Exception as error:  # noqa: BLE001 - the handler has it; raised here it would end a trio run
-                self._on_error(error)
+            except BaseException as error:  # noqa: BLE001 - the handler has it; raised here it would end the loop
+                self._on_error(contained(error))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kvcr_actors.runtime.foreign import contained
+
 
 class EndingErrors(ExceptionGroup[Exception]):
     """What was raised by endings that have run all the same."""
@@ -28,7 +30,7 @@ def _has_run(ending: Callable[[], object], errors: list[Exception]) -> bool:
         ending()
     except EndingErrors as several:
         errors += several.exceptions
-    except Exception as error:  # noqa: BLE001 - raised by the caller
-        errors.append(error)
+    except BaseException as error:  # noqa: BLE001 - raised by the caller
+        errors.append(contained(error))
         return False
     return True

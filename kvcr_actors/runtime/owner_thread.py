@@ -14,6 +14,7 @@ import attrs
 
 from kvcr_actors.errors import ControllerClosedError, DeadlineError
 from kvcr_actors.ports import Services
+from kvcr_actors.runtime.foreign import contained
 from kvcr_actors.runtime.operation import Operation
 
 T = TypeVar("T")
@@ -26,6 +27,14 @@ class _Job(Generic[T]):
     call: Callable[[], T]
     on_error: Callable[[Exception], T] | None
     operation: Operation[T] | None
+
+
+class ThreadDeadlineError(DeadlineError):
+    """What was closed still runs: its memory is quiet once these threads, and the tasks of its loop, have ended."""
+
+    def __init__(self, message: str, threads: Sequence[threading.Thread]) -> None:
+        super().__init__(message)
+        self.threads = tuple(threads)
 
 
 class OwnerThread:
@@ -87,7 +96,8 @@ class OwnerThread:
                 await self._ended.wait()
             self._thread.join(_JOIN_S)  # its last act was to tell; what is left of it takes microseconds
             return
-        error = DeadlineError(f"{self.name}: a call did not end within {deadline_s:g} s; {self.depth} were accepted")
+        words = f"{self.name}: a call did not end within {deadline_s:g} s; {self.depth} were accepted"
+        error = ThreadDeadlineError(words, (self._thread,))
         self._give_up(error)
         raise error
 
@@ -117,11 +127,11 @@ class OwnerThread:
         try:
             try:
                 outcome = job.call()
-            except Exception as error:
+            except BaseException as error:
                 if job.on_error is None:
                     raise
-                outcome = job.on_error(error)
-        except Exception as error:  # noqa: BLE001 - raised again on the loop, for its error handler
+                outcome = job.on_error(contained(error))
+        except BaseException as error:  # noqa: BLE001 - raised again on the loop, for its error handler
             self._services.post(partial(_raise, error))
             return
         if job.operation is not None:
@@ -131,20 +141,22 @@ class OwnerThread:
 
 async def close_threads(threads: Sequence[OwnerThread], deadline_s: float) -> None:
     """Close all at once, within `deadline_s`; DeadlineError names each that did not end, and no other."""
-    late: dict[OwnerThread, DeadlineError] = {}
+    late: dict[OwnerThread, ThreadDeadlineError] = {}
 
     async def close(thread: OwnerThread) -> None:
         try:
             await thread.close(deadline_s)
-        except DeadlineError as error:
+        except ThreadDeadlineError as error:
             late[thread] = error
 
     async with anyio.create_task_group() as tasks:
         for thread in threads:
             tasks.start_soon(close, thread)
     if late:
-        raise DeadlineError("; ".join(str(late[thread]) for thread in threads if thread in late))
+        errors = [late[thread] for thread in threads if thread in late]
+        running = [thread for error in errors for thread in error.threads]
+        raise ThreadDeadlineError("; ".join(map(str, errors)), running)
 
 
-def _raise(error: Exception) -> None:
+def _raise(error: BaseException) -> None:
     raise error

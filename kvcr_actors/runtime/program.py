@@ -8,6 +8,8 @@ from typing import TypeAlias
 
 import anyio
 
+from kvcr_actors.runtime.foreign import containing
+
 Main: TypeAlias = Callable[[Callable[[], None], anyio.Event], Awaitable[None]]
 """It calls `started()` when it is ready, and ends soon after `stop` is set."""
 
@@ -37,7 +39,8 @@ class Program:
             with anyio.CancelScope() as self._scope:
                 stop = self._stop = anyio.Event()
                 self.apply()
-                await self._main(self._note_started, stop)
+                with containing():
+                    await self._main(self._note_started, stop)
         except Exception as error:  # noqa: BLE001 - raised again by the host's start or stop
             self.failure = error
 

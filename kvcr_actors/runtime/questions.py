@@ -12,6 +12,7 @@ import anyio.abc
 
 from kvcr_actors.errors import ControllerClosedError, InboxClosedError
 from kvcr_actors.runtime.bell import LoopBell
+from kvcr_actors.runtime.foreign import contained, containing
 from kvcr_actors.runtime.inbox import Inbox
 
 T = TypeVar("T")
@@ -49,8 +50,8 @@ class Questions:
         def reply() -> None:
             try:
                 answer.set_result(question())
-            except Exception as error:  # noqa: BLE001 - raised again where the caller waits
-                _refuse(answer, error)
+            except BaseException as error:  # noqa: BLE001 - raised again where the caller waits
+                _refuse(answer, contained(error))
 
         if bell is None:
             _refuse(answer, self._closed())
@@ -64,7 +65,9 @@ class Questions:
 
         async def errand() -> None:
             try:
-                answer.set_result(await task())
+                with containing():
+                    result = await task()
+                answer.set_result(result)
             except Exception as error:  # noqa: BLE001 - raised again where the caller waits
                 _refuse(answer, error)
 

@@ -50,6 +50,11 @@ class Runtime:
         """Whether all inboxes are empty, no batch is in hand and no actor is busy."""
         return all(supervisor.is_quiet for supervisor in self._supervisors)
 
+    @property
+    def unfinished(self) -> list[str]:
+        """The actors that have not ended."""
+        return [one.spec.name for one in self._supervisors if not one.done.is_set()]
+
     def poke(self) -> None:
         """Look again whether all is quiet, a turn of the loop later. Free while nobody waits for it."""
         if self._changed is not None:

@@ -13,10 +13,11 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 
 import anyio
 import attrs
-from anyio.abc import TaskGroup, TaskStatus
+from anyio.abc import TaskStatus
 from structlog.typing import FilteringBoundLogger
 
-from kvcr_actors.errors import ActorEscalatedError, ControllerClosedError
+from kvcr_actors.errors import ActorEscalatedError, ControllerClosedError, ForeignExitError
+from kvcr_actors.runtime.foreign import ContainedTasks, Tasks, contained, containing
 from kvcr_actors.runtime.inbox import Inbox
 
 M = TypeVar("M")
@@ -74,7 +75,7 @@ class ActorSpec(Generic[M]):
     """
 
     name: str
-    make: Callable[[TaskGroup], Actor[M]]
+    make: Callable[[Tasks], Actor[M]]
     inbox: Inbox[M]
     restart: RestartPolicy = RestartPolicy()
     drain_budget_s: float = attrs.field(default=10.0, validator=attrs.validators.gt(0))
@@ -189,7 +190,8 @@ class Supervisor(Generic[M]):
     async def _live_and_restart(self, task_status: TaskStatus[None]) -> None:
         while True:
             try:
-                await self._live(task_status)
+                with containing():
+                    await self._live(task_status)
             except ActorEscalatedError:
                 raise
             except Exception as error:
@@ -208,7 +210,7 @@ class Supervisor(Generic[M]):
         try:
             async with anyio.create_task_group() as children:
                 first = self._actor is None
-                actor = self._actor = self.spec.make(children)
+                actor = self._actor = self.spec.make(ContainedTasks(children))
                 self._alive = True
                 self.state = ActorState.RUNNING
                 if first:
@@ -237,6 +239,9 @@ class Supervisor(Generic[M]):
         while now - failed_at[0] > policy.window_s:
             failed_at.popleft()
         self.last_error = repr(error)
+        if isinstance(error, ForeignExitError):
+            self.state = ActorState.FAILED
+            raise ActorEscalatedError(f"actor {self.spec.name} is ended: {error}") from error
         if len(failed_at) > policy.limit:
             self.state = ActorState.FAILED
             raise ActorEscalatedError(
@@ -267,7 +272,8 @@ class Supervisor(Generic[M]):
             return
         try:
             self._actor.abandon(batch, error)
-        except Exception as fault:
+        except BaseException as raised:  # noqa: BLE001 - raised again below
+            fault = contained(raised)
             self.state = ActorState.FAILED
             raise ActorEscalatedError(
                 f"actor {self.spec.name} failed to abandon {len(batch)} messages; some may be unsettled: {fault!r}"

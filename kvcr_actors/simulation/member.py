@@ -193,9 +193,10 @@ class Member:
         await self.life.host.start(START_S)
 
     async def close(self) -> None:
-        """End the controller."""
+        """End the controller; what waited for a word that was lost is answered now."""
         self.release()
         await self.life.host.stop(START_S)
+        self.life.completions += self.life.desk.take()
 
     def post(self, orders: StepOrders, now: float) -> None:
         """Take a step's orders; they are handed over at once unless they are late."""
@@ -222,7 +223,8 @@ class Member:
         new, self._last_words = [*self._last_words, *self.life.take(now)], []
         for completion in new:
             if isinstance(completion, ControllerFailed):
-                raise ViolationError(f"rank {self.rank}: the controller failed: {completion.error}")
+                failure = self.life.assembly.failure
+                raise ViolationError(f"rank {self.rank}: the controller failed: {completion.error}") from failure
             self._note(self.rank, _words(completion))
         return new
 
@@ -255,11 +257,12 @@ class Member:
         self.ranks.frozen, self.thaws_at = False, None
         self._thawed()
 
-    def check(self, *, quiet: bool) -> None:
-        """Check the controller, idle or closed."""
+    def check(self, *, quiet: bool, closed: bool = False) -> None:
+        """Check the controller, idle or closed in order: then nothing uses memory, whatever word was lost."""
         for store in self._stores:
             store.check()
-        check_life(self.rank, self.life, self.link.index, quiet=quiet and self.rank not in self.faults.unquiet)
+        quiet = quiet and (closed or self.rank not in self.faults.unquiet)
+        check_life(self.rank, self.life, self.link.index, quiet=quiet)
 
     def crash(self, actor: str) -> None:
         """Have a task of an actor raise, if it lives."""
@@ -274,7 +277,10 @@ class Member:
         """
         self.restarting = True
         old = self.life
-        await old.host.stop(START_S)
+        try:
+            await old.host.stop(START_S)
+        except DeadlineError as error:
+            self._note(self.rank, f"closed: {error}")
         self._late_until = 0.0
         self.hand_over(now())
         self._last_words += old.take(now())

@@ -111,7 +111,7 @@ class World:
                     self._check(quiet=True)
                     for member in self.members:
                         await member.close()
-                    self._check(quiet=True)
+                    self._check(quiet=True, closed=True)
         finally:
             self.operations = sum(member.operations for member in self.members) + len(self._hub.verdicts)
             self.virtual_s = self._now
@@ -169,9 +169,9 @@ class World:
         for member in self.members:
             member.link.settle()
 
-    def _check(self, *, quiet: bool) -> None:
+    def _check(self, *, quiet: bool, closed: bool = False) -> None:
         for member in self.members:
-            member.check(quiet=quiet)
+            member.check(quiet=quiet, closed=closed)
             member.link.check()
         check_verdicts(self._hub.verdicts)
         if not self._engine.crashes:

@@ -19,6 +19,7 @@ from kvcr_actors.ports import (
 )
 from kvcr_actors.runtime.operation import Operation
 from kvcr_actors.runtime.owner_thread import OwnerThread
+from kvcr_actors.stores.alignments import Alignments
 from kvcr_actors.stores.backend import PageBackend
 from kvcr_actors.types import PageKey, RequestId
 
@@ -49,6 +50,7 @@ class ThreadedStore:
         self._closing: Operation[Exception | None] | None = None
         self._clearing = 0
         """Clears that the thread has not done yet, or could not do: until then the index speaks of old pages."""
+        self._alignments = Alignments()
 
     async def open(self, services: Services, host: HostMemory) -> None:
         """Open the backend on its thread and announce what it holds, parents first."""
@@ -91,9 +93,11 @@ class ThreadedStore:
         return self._submit(self._backend.write, batch)
 
     def align(self, keys: Sequence[PageKey]) -> None:
-        """Make a prefix recent, after the operations asked for before."""
+        """Make a prefix recent, after the operations asked for before; shed where too many wait."""
         if self._owner is not None:
-            self._owner.post(partial(self._backend.align, tuple(keys)))
+            align = self._alignments.admit(partial(self._backend.align, tuple(keys)))
+            if align is not None:
+                self._owner.post(align)
 
     def clear(self) -> Operation[ClearOutcome]:
         """Forget every page, after the operations asked for before; a store that fails to serves no lookup again."""
@@ -132,7 +136,12 @@ class ThreadedStore:
     def describe(self) -> Description:
         """State and counters for people."""
         waiting = 0 if self._owner is None else self._owner.depth
-        return {"name": self.name, "waiting": waiting, **self._backend.counters()}
+        return {
+            "name": self.name,
+            "waiting": waiting,
+            "alignments_shed": self._alignments.shed,
+            **self._backend.counters(),
+        }
 
     def _submit(
         self, call: Callable[[PageBatch, HostMemory], BatchOutcome], batch: PageBatch

@@ -15,7 +15,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator
 from typing import Any
 
 import anyio
-from anyio.abc import TaskGroup
+
+from kvcr_actors.runtime.foreign import Tasks
 
 
 class Interruption:
@@ -81,7 +82,7 @@ async def cancelled_at(k: int, operation: Callable[[], Coroutine[Any, Any, Any]]
     return True
 
 
-def count_tasks(tasks: TaskGroup, interruption: Interruption) -> TaskGroup:
+def count_tasks(tasks: Tasks, interruption: Interruption) -> Tasks:
     """From now on the suspensions of all tasks that the group starts are counted together; returns the group."""
     start_soon = tasks.start_soon
 

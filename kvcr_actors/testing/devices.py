@@ -8,10 +8,10 @@ import anyio
 import attrs
 
 from kvcr_actors.core.copy_plan import CopyPlan, Direction, PoolCopy
-from kvcr_actors.errors import DeadlineError
 from kvcr_actors.host_buffers import POISON_BYTE
 from kvcr_actors.ports import CopyOutcome, Description, HostMemory, Services
 from kvcr_actors.runtime.operation import Operation
+from kvcr_actors.runtime.owner_thread import ThreadDeadlineError
 from kvcr_actors.testing.faults import Fault, FaultPlan
 from kvcr_actors.types import CacheLayout
 
@@ -101,7 +101,8 @@ class LoopDevice:
             for over in tuple(self._running):
                 await over.wait()
         if self._running:
-            raise DeadlineError(f"{len(self._running)} copies still ran {deadline_s} s after the device was closed")
+            words = f"{len(self._running)} copies still ran {deadline_s} s after the device was closed"
+            raise ThreadDeadlineError(words, ())
 
     def describe(self) -> Description:
         """State for people."""

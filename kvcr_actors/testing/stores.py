@@ -13,9 +13,9 @@ import anyio
 import anyio.lowlevel
 import attrs
 
-from kvcr_actors.errors import DeadlineError
 from kvcr_actors.ports import BatchOutcome, ClearOutcome, Description, HostMemory, PageBatch, Services, StoreTraits
 from kvcr_actors.runtime.operation import Operation
+from kvcr_actors.runtime.owner_thread import ThreadDeadlineError
 from kvcr_actors.stores.backend import PageBackend
 from kvcr_actors.stores.threaded import EMBEDDED, all_failed
 from kvcr_actors.testing.faults import Fault, FaultPlan
@@ -157,7 +157,8 @@ class FaultyStore:
                 self._idle = anyio.Event()
                 await self._idle.wait()
         if self.running:
-            raise DeadlineError(f"store {self.name}: {self.running} operations did not end within {deadline_s:g} s")
+            words = f"store {self.name}: {self.running} operations did not end within {deadline_s:g} s"
+            raise ThreadDeadlineError(words, ())
         self._backend.close()
 
     def describe(self) -> Description:

@@ -135,20 +135,61 @@ async def test_scenario_28_a_write_that_never_ends_keeps_its_pages_until_it_is_q
     rig.check()
 
 
-async def test_scenario_30_beyond_the_queues_bound_deposits_are_shed_and_counted() -> None:
+async def test_scenario_30_beyond_the_queues_bound_deposits_are_shed_and_offered_again() -> None:
     rig = Rig(store_latency_s=0.05, deposit_queue_pages=3)
     async with rig.running():
         for name in "abcd":
             await rig.back_up(rig.node(chain(name, 2)))
         await rig.quiet()
-        assert rig.stats.deposit.skipped[SkipReason.QUEUE_FULL] >= 2
-        assert rig.stats.deposit.skipped.total() + rig.stats.deposit.deposited == 8
-        # Shed is not lost: the next insert sends them.
-        for name in "abcd":
-            await rig.back_up(rig.node(chain(name, 2)))
-            await rig.quiet()
+        assert rig.stats.deposit.shed >= 2
         assert rig.store is not None
         assert len(rig.store.contents()) == 8
+        assert not [one for one in rig.completions if isinstance(one, DepositFailed)]
+    rig.check()
+
+
+async def test_a_shed_page_that_leaves_the_host_before_there_is_room_is_named() -> None:
+    rig = Rig(store_faults=FaultPlan({("write", 0): Fault.STALL}), deposit_queue_pages=2)
+    async with rig.running():
+        for name in "ab":
+            await rig.back_up(rig.node(chain(name, 2)))
+        await anyio.sleep(0.1)
+        rig.forget_host()
+        (told,) = [one for one in rig.take() if isinstance(one, DepositFailed)]
+        assert set(told.keys) == set(chain("b", 2))
+        assert told.reason is SkipReason.QUEUE_FULL
+        assert rig.store is not None
+        rig.store.release()
+        await rig.quiet()
+        assert rig.stats.deposit.skipped == {SkipReason.QUEUE_FULL: 2}
+        assert rig.store.contents() == set(chain("a", 2))
+    rig.check()
+
+
+@virtual
+async def test_what_is_owed_at_the_end_is_named() -> None:
+    rig = Rig(store_faults=FaultPlan.always(Fault.STALL, "write"), deposit_queue_pages=2)
+    async with rig.running():
+        for name in "ab":
+            await rig.back_up(rig.node(chain(name, 2)))
+    told = [one for one in rig.completions if isinstance(one, DepositFailed)]
+    assert {key for one in told for key in one.keys} == {*chain("a", 2), *chain("b", 2)}
+
+
+async def test_what_is_owed_outlives_the_actor() -> None:
+    rig = Rig(store_faults=FaultPlan({("write", 0): Fault.STALL}), deposit_queue_pages=2)
+    async with rig.running():
+        for name in "ab":
+            await rig.back_up(rig.node(chain(name, 2)))
+        await anyio.sleep(0.1)
+        await rig.crash("deposit")
+        await rig.quiet()
+        assert rig.store is not None
+        assert rig.store.contents() == set(chain("b", 2))
+        rig.store.release()
+        await rig.ports_quiet()
+        told = [one for one in rig.completions if isinstance(one, DepositFailed)]
+        assert told == [DepositFailed(chain("a", 2), SkipReason.STOPPED)]
     rig.check()
 
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import attrs
 import pytest
-from anyio.abc import TaskGroup
 
+from kvcr_actors.runtime.foreign import Tasks
 from kvcr_actors.runtime.supervisor import Actor, ActorSpec
 from kvcr_actors.testing.cancellation import Interruption, count_tasks
 from kvcr_actors.testing.virtual_time import VIRTUAL, BackendName, run_virtual
 from tests.actors.rig import Rig, live
 
 ACTORS = ("confirmation", "deposit", "prefetch", "restore")
-CHECKPOINTS = {"confirmation": 3, "deposit": 4, "prefetch": 4, "restore": 1}
+CHECKPOINTS = {"confirmation": 2, "deposit": 4, "prefetch": 4, "restore": 1}
 """The least that each actor suspends in one life."""
 
 
@@ -28,33 +28,33 @@ async def _break() -> None:
     raise PlantedError("planted")
 
 
-def fail(rig: Rig, actor: str, tasks: TaskGroup) -> None:
+def fail(rig: Rig, actor: str, tasks: Tasks) -> None:
     """A task of the actor raises: the incarnation ends, and the next one takes over."""
     del rig, actor
     tasks.start_soon(_break)
 
 
-def stop(rig: Rig, actor: str, tasks: TaskGroup) -> None:
+def stop(rig: Rig, actor: str, tasks: Tasks) -> None:
     """The controller is asked to stop: it drains."""
     del actor, tasks
     rig.host._program.ask_stop()
     rig.host._program.apply()
 
 
-def give_up(rig: Rig, actor: str, tasks: TaskGroup) -> None:
+def give_up(rig: Rig, actor: str, tasks: Tasks) -> None:
     """The drain's budget is used up for this actor: it is cancelled, and the others drain."""
     rig.supervisor(actor).cancel()
     stop(rig, actor, tasks)
 
 
-def kill(rig: Rig, actor: str, tasks: TaskGroup) -> None:
+def kill(rig: Rig, actor: str, tasks: Tasks) -> None:
     """The whole controller is cancelled, without a drain."""
     del actor, tasks
     rig.host._program.ask_cancel()
     rig.host._program.apply()
 
 
-Way = Callable[[Rig, str, TaskGroup], None]
+Way = Callable[[Rig, str, Tasks], None]
 
 
 def interrupt(rig: Rig, actor: str, k: int, way: Way) -> list[Interruption]:
@@ -66,7 +66,7 @@ def interrupt(rig: Rig, actor: str, k: int, way: Way) -> list[Interruption]:
         return [wrapped(spec) if spec.name == actor else spec for spec in specs(state)]
 
     def wrapped(spec: ActorSpec[Any]) -> ActorSpec[Any]:
-        def make(tasks: TaskGroup) -> Actor[Any]:
+        def make(tasks: Tasks) -> Actor[Any]:
             if not made:
                 made.append(Interruption(k, lambda: way(rig, actor, tasks)))
                 return spec.make(count_tasks(tasks, made[0]))

@@ -166,3 +166,13 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedgerMachine = LedgerMachine.TestCase
+
+
+def test_whoever_knows_that_memory_is_quiet_finds_what_waits_for_it() -> None:
+    ledger = ClaimLedger()
+    ledger.take("prefetch", "held", lambda: None)
+    late = ledger.take("backup", 1, lambda: None)
+    late.quarantine(10)
+    assert ledger.quarantined_claims() == (late,)
+    late.release()
+    assert not ledger.quarantined_claims()

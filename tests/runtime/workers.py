@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from anyio.abc import TaskGroup
-
+from kvcr_actors.runtime.foreign import Tasks
 from kvcr_actors.runtime.inbox import Inbox
 from kvcr_actors.runtime.supervisor import ActorSpec, RestartPolicy
 
@@ -35,7 +34,7 @@ class Worker:
         diary: Diary,
         act: Callable[[Worker, Sequence[Any]], Awaitable[None]],
         end: Callable[[Worker], Awaitable[None]],
-        children: TaskGroup,
+        children: Tasks,
     ) -> None:
         self.name = name
         self.busy = 0
@@ -75,7 +74,7 @@ def worker_spec(
     drain_budget_s: float = 10.0,
     limit: int = 100,
 ) -> ActorSpec[Any]:
-    def make(children: TaskGroup) -> Worker:
+    def make(children: Tasks) -> Worker:
         diary.made += 1
         diary.write(f"{name} made")
         return Worker(name, diary, act, end, children)

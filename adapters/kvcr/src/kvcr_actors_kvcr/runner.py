@@ -284,9 +284,10 @@ class Runner:
         except Exception as fault:  # noqa: BLE001 - the runner is foreign code; its memory is kept
             self.counters.close_errors += 1
             LEFT_MAPPED.append((self, self._keep))
-            error = error or DeadlineError(
+            unquiet = DeadlineError(
                 f"store kvcr: the runner is not quiet after its close, so its buffers stay mapped: {fault}"
             )
+            unquiet.__cause__, error = error, unquiet
         else:
             quiet = True
             self._quarantine.end_all()

@@ -25,6 +25,7 @@ from kvcr_actors.ports import (
     StoreTraits,
 )
 from kvcr_actors.runtime.operation import Operation
+from kvcr_actors.stores.alignments import Alignments
 from kvcr_actors.types import CacheLayout, PageKey, RequestId
 from kvcr_actors_kvcr.blocks import MOST_POOLS, PageBlocks
 from kvcr_actors_kvcr.confirming import Confirmer
@@ -59,6 +60,7 @@ class KvcrStore:
         self._namespace = namespace
         self._counters = StoreCounters()
         self._index = PageIndex()
+        self._alignments = Alignments()
         self._requests = OpenRequests(options)
         self._owners = OwnersPages(options.owner_endpoint)
         self._traits = _traits(options, namespace, BLOCKS_A_CALL)
@@ -213,9 +215,11 @@ class KvcrStore:
         return self._runner.submit(Job("write", self._mover.write(batch, self._clears), Operation(), failed))
 
     def align(self, keys: Sequence[PageKey]) -> None:
-        """Make a prefix recent, its head the most, after the operations asked for before."""
+        """Make a prefix recent, its head the most, after the operations asked for before; shed where too many wait."""
         if self._runner is not None and self._mover is not None:
-            self._runner.post(partial(self._mover.align, tuple(keys)))
+            align = self._alignments.admit(partial(self._mover.align, tuple(keys)))
+            if align is not None:
+                self._runner.post(align)
 
     def clear(self) -> Operation[ClearOutcome]:
         """Forget every page: the runner drops no block, so it keeps those of before under names that nobody asks for.
@@ -259,6 +263,7 @@ class KvcrStore:
             "endpoint": self.endpoint,
             "cannot_store": self._traits.cannot_store,
             "held": len(self._index),
+            "alignments_shed": self._alignments.shed,
             "held_on_disk": self._index.on_disk,
             "evicted": self._index.evicted,
             "left_to_owner": self._owners.left_to_owner,
