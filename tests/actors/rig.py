@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from itertools import count
 from typing import Any
 
@@ -30,6 +30,7 @@ from kvcr_actors.testing.store_driver import chain
 from kvcr_actors.testing.stores import FaultyStore
 from kvcr_actors.testing.virtual_time import VIRTUAL, BackendName, run_virtual
 from kvcr_actors.types import BackupNode, CacheLayout, PageKey, PoolSpec, PrefetchRequest, RequestId, RestoreOrder
+from tests.planting import PlantedError
 
 LAYOUT = CacheLayout((PoolSpec("kv", 2, 12), PoolSpec("side", 1, 5)))
 POOLS = range(len(LAYOUT.pools))
@@ -45,7 +46,7 @@ DEADLINES = {
 }
 TRAITS = StoreTraits(batch_pages=2, read_budget_s=2.0, write_budget_s=3.0)
 
-__all__ = ["LAYOUT", "LONG_S", "Rig", "chain", "page_bytes", "virtual"]
+__all__ = ["LAYOUT", "LONG_S", "PlantedError", "Rig", "chain", "in_time", "page_bytes", "virtual"]
 
 
 def page_bytes(key: PageKey, pool: int) -> bytes:
@@ -63,12 +64,16 @@ def virtual(test: Callable[[], Awaitable[None]]) -> Any:
     return pytest.mark.parametrize("backend", VIRTUAL)(run)
 
 
-class PlantedError(Exception):
-    """What tests plant."""
-
-
 async def _raise() -> None:
     raise PlantedError("planted")
+
+
+@contextmanager
+def in_time(otherwise: str) -> Generator[None]:
+    """AssertionError, and not one of the many timeouts that the product has, if a block takes too long."""
+    with anyio.move_on_after(LONG_S) as limit:
+        yield
+    assert not limit.cancelled_caught, f"{otherwise} within {LONG_S:g} s"
 
 
 class Rig:
@@ -161,13 +166,13 @@ class Rig:
     async def quiet(self) -> None:
         """Until no actor has anything to do; one that was killed has nothing to do any more."""
         assert self.assembly._runtime is not None
-        with anyio.fail_after(LONG_S), suppress(ControllerClosedError):
+        with in_time("not quiet"), suppress(ControllerClosedError):
             await self.assembly._runtime.wait_quiet()
         self.take()
 
     async def ports_quiet(self) -> None:
         """Until device and store touch no memory."""
-        with anyio.fail_after(LONG_S):
+        with in_time("ports not quiet"):
             while self.device.describe()["running"] or (self.store is not None and self.store.running):  # noqa: ASYNC110
                 await anyio.sleep(0.05)
             await anyio.sleep(0.05)
@@ -232,7 +237,7 @@ class Rig:
 
     async def answer(self, matches: Any) -> Any:
         """The first completion that matches; None if the controller ended without one."""
-        with anyio.fail_after(LONG_S):
+        with in_time("no answer"):
             while True:
                 for completion in self._unread:
                     if matches(completion):

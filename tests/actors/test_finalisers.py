@@ -8,7 +8,6 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
-import anyio
 import pytest
 
 from kvcr_actors.actors import prefix_end
@@ -22,11 +21,11 @@ from kvcr_actors.actors.restore import RestoreActor
 from kvcr_actors.actors.staging import StepStaging
 from kvcr_actors.actors.state import LoopState
 from kvcr_actors.core.prefetch_state import HeldPrefix
-from kvcr_actors.runtime import endings
 from kvcr_actors.testing.faults import Fault, FaultPlan
 from kvcr_actors.testing.invariants import check_answers, check_claims, check_host
 from kvcr_actors.testing.virtual_time import VIRTUAL, BackendName, run_virtual
-from tests.actors.rig import LONG_S, PlantedError, Rig, live
+from tests.actors.rig import PlantedError, Rig, in_time, live
+from tests.planting import Planter, assert_broken, failures_of, planted
 
 FINALISERS: list[Callable[..., Any]] = [
     prefix_end.end_prefix,
@@ -123,12 +122,12 @@ def check(rig: Rig, *, quiet: bool = True) -> None:
     assert not any(actor["busy"] for actor in rig.assembly.describe()["actors"].values())
 
 
-async def one_life(make: Callable[[], Rig], planted: Planted) -> None:
+async def one_life(make: Callable[[], Rig], lines: Planted) -> None:
     rig = make()
     ended_in_a_port = False
     try:
         async with rig.running():
-            with planted, anyio.fail_after(LONG_S):
+            with lines, in_time("not over"):
                 await live(rig)
                 await rig.quiet()
                 await rig.ports_quiet()
@@ -164,9 +163,9 @@ def test_scenario_16_an_exception_on_any_line_of_any_finaliser_leaves_no_claim_a
     assert raise_on_every_line(make, backend) > 200
 
 
-def test_scenario_16_without_a_second_try_of_what_broke_off_something_stays_open(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def no_second_try(planter: Planter) -> None:
+    """What broke off is not begun again."""
+
     def only_once(*calls: Callable[[], object]) -> None:
         for call in calls:
             call()
@@ -175,7 +174,11 @@ def test_scenario_16_without_a_second_try_of_what_broke_off_something_stays_open
         prefix_end,
         *(sys.modules[one.__module__] for one in (StepStaging, ConfirmationActor, DepositActor, PrefetchActor)),
     ):
-        monkeypatch.setattr(module, "run_endings", only_once)
-    assert endings.run_endings is not only_once
-    with pytest.raises((AssertionError, TimeoutError, BaseExceptionGroup)):
+        planter.setattr(module, "run_endings", only_once)
+
+
+def test_scenario_16_without_a_second_try_of_what_broke_off_something_stays_open() -> None:
+    with planted(no_second_try) as planter, pytest.raises(BaseException) as raised:
         raise_on_every_line(sound)
+    failures = list(failures_of(raised.value))
+    assert_broken(planter, "AssertionError: (no answer|not quiet|not over) within", failures)

@@ -13,15 +13,11 @@ from kvcr_actors.runtime.foreign import Tasks
 from kvcr_actors.runtime.supervisor import Actor, ActorSpec
 from kvcr_actors.testing.cancellation import Interruption, count_tasks
 from kvcr_actors.testing.virtual_time import VIRTUAL, BackendName, run_virtual
-from tests.actors.rig import Rig, live
+from tests.actors.rig import PlantedError, Rig, live
 
 ACTORS = ("confirmation", "deposit", "prefetch", "restore")
 CHECKPOINTS = {"confirmation": 2, "deposit": 4, "prefetch": 4, "restore": 1}
 """The least that each actor suspends in one life."""
-
-
-class PlantedError(Exception):
-    pass
 
 
 async def _break() -> None:

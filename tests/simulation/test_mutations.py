@@ -1,11 +1,12 @@
-"""Faults planted in the product: the simulator finds each of them within a few seeds."""
+"""Faults planted in the product: the simulator finds each of them within a few seeds, by the rule that it breaks."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import re
 from typing import Any
 
+import attrs
 import pytest
 
 from kvcr_actors.actors import deposit, filling, staging
@@ -17,17 +18,15 @@ from kvcr_actors.actors.state import LoopState
 from kvcr_actors.core.host_tier import HostTier
 from kvcr_actors.core.prefetch_state import HeldPrefix
 from kvcr_actors.desk import EngineDesk
-from kvcr_actors.runtime.operation import Operation
 from kvcr_actors.simulation.faults import parse_kinds
 from kvcr_actors.simulation.run import run_seed
 from kvcr_actors.simulation.world import SimulationOptions
 from kvcr_actors.testing.devices import LoopDevice
 from kvcr_actors.testing.ranks import LoopRanks
+from tests.planting import Plant, Planter, assert_broken, planted
 
-Patch = pytest.MonkeyPatch
 
-
-def a_cancelled_prefix_keeps_its_claim(patch: Patch) -> None:
+def a_cancelled_prefix_keeps_its_claim(patch: Planter) -> None:
     """A claim not released on one path: where a ready prefix is cancelled."""
 
     def cancel(self: Any, request_id: Any, answers: Any, reason: Any = None) -> None:
@@ -40,12 +39,12 @@ def a_cancelled_prefix_keeps_its_claim(patch: Patch) -> None:
     patch.setattr(PrefetchActor, "_cancel", cancel)
 
 
-def memory_is_freed_before_it_is_quiet(patch: Patch) -> None:
+def memory_is_freed_before_it_is_quiet(patch: Planter) -> None:
     """An early free: a claim ends with its operation's outcome, whatever native code still does."""
     patch.setattr(LoopState, "release_when_quiet", lambda self, operation, claim, size: claim.release())
 
 
-def a_restore_releases_its_prefix_at_the_launch(patch: Patch) -> None:
+def a_restore_releases_its_prefix_at_the_launch(patch: Planter) -> None:
     """An early free on the other way: the source of a restore is not protected while it is read."""
 
     def take(self: Any, order: Any, taken: Any) -> None:
@@ -57,13 +56,13 @@ def a_restore_releases_its_prefix_at_the_launch(patch: Patch) -> None:
     patch.setattr(RestoreActor, "_take", take)
 
 
-def the_fence_is_forgotten(patch: Patch) -> None:
+def the_fence_is_forgotten(patch: Planter) -> None:
     """A missing fence: copies do not wait for the kernels of their step."""
     real = EngineDesk.flush_pending_backups
     patch.setattr(EngineDesk, "flush_pending_backups", lambda self, fence=None: real(self, None))
 
 
-def the_restore_fence_is_forgotten(patch: Patch) -> None:
+def the_restore_fence_is_forgotten(patch: Planter) -> None:
     """A missing fence on the way to the device only."""
     real = LoopDevice.submit
 
@@ -73,18 +72,18 @@ def the_restore_fence_is_forgotten(patch: Patch) -> None:
     patch.setattr(LoopDevice, "submit", submit)
 
 
-def a_rank_joins_only_with_something_to_say(patch: Patch) -> None:
+def a_rank_joins_only_with_something_to_say(patch: Planter) -> None:
     """A conditional collective: a rank that has nothing of an operation does not open it."""
     patch.setattr(LoopState, "join_without", lambda self, operation: None)
     patch.setattr(EngineDesk, "_refuse_nodes", _without_joining(EngineDesk._refuse_nodes))
 
 
-def a_search_that_leaves_says_nothing(patch: Patch) -> None:
+def a_search_that_leaves_says_nothing(patch: Planter) -> None:
     """A conditional collective: a cancelled search makes no more agreements."""
     patch.setattr(Accord, "leave", lambda self: None)
 
 
-def ranks_agree_on_how_many(patch: Patch) -> None:
+def ranks_agree_on_how_many(patch: Planter) -> None:
     """A count instead of ids: every rank commits its first n good nodes."""
 
     def propose(self: Any, operation: Any, bits: int) -> Any:
@@ -102,7 +101,7 @@ def ranks_agree_on_how_many(patch: Patch) -> None:
     patch.setattr(ConfirmationActor, "_settle", settle)
 
 
-def a_late_read_revives_its_request(patch: Patch) -> None:
+def a_late_read_revives_its_request(patch: Planter) -> None:
     """A late completion that revives: what lands after the end is added to the request's prefix."""
 
     def give_back(self: Any) -> None:
@@ -119,19 +118,7 @@ def a_late_read_revives_its_request(patch: Patch) -> None:
     patch.setattr(filling.Filling, "_give_back", give_back)
 
 
-def a_late_outcome_replaces_the_first(patch: Patch) -> None:
-    """A late completion that revives: an operation that was given up changes its outcome."""
-
-    def settle(self: Any, outcome: Any, *, quiet: bool = True) -> None:
-        self._outcome = outcome
-        self._settled.set()
-        if quiet:
-            self.become_quiet()
-
-    patch.setattr(Operation, "settle", settle)
-
-
-def a_prefix_is_released_twice(patch: Patch) -> None:
+def a_prefix_is_released_twice(patch: Planter) -> None:
     """A double release: at the end of a request, by two of its holders."""
 
     def end(self: Any) -> None:
@@ -145,13 +132,14 @@ def a_prefix_is_released_twice(patch: Patch) -> None:
     patch.setattr(HeldPrefix, "end", end)
 
 
-def pages_are_announced_when_reserved(patch: Patch) -> None:
+def pages_are_announced_when_reserved(patch: Planter) -> None:
     """An event before the commit."""
 
-    def reserve(self: Any, parent: Any, keys: Any, masks: Any = None) -> Any:
-        pages = real(self, parent, keys, masks)
-        self._record_stored(pages)
-        return pages
+    def reserve_all(self: Any, paths: Any) -> Any:
+        reserved = real(self, paths)
+        for pages in reserved:
+            self._record_stored(pages)
+        return reserved
 
     def commit(self: Any, pages: Any) -> Any:
         changes = list(self._changes)
@@ -159,18 +147,18 @@ def pages_are_announced_when_reserved(patch: Patch) -> None:
         self._changes[:] = changes
         return ready
 
-    real, real_commit = HostTier.reserve, HostTier.commit
-    patch.setattr(HostTier, "reserve", reserve)
+    real, real_commit = HostTier.reserve_all, HostTier.commit
+    patch.setattr(HostTier, "reserve_all", reserve_all)
     patch.setattr(HostTier, "commit", commit)
 
 
-def a_child_is_deposited_without_its_parent(patch: Patch) -> None:
+def a_child_is_deposited_without_its_parent(patch: Planter) -> None:
     """A parent skipped: pages go to the store whose parents are not there."""
     patch.setattr(deposit, "_with_missing_parents", list)
     patch.setattr(deposit, "_whose_parents_are_stored_or_in", list)
 
 
-def a_node_is_committed_without_its_parent(patch: Patch) -> None:
+def a_node_is_committed_without_its_parent(patch: Planter) -> None:
     """A parent skipped: in host memory, where a node is good whatever it hangs from."""
 
     async def good(self: Any, started: Any, outcome: Any, pinned: Any) -> int:
@@ -181,17 +169,17 @@ def a_node_is_committed_without_its_parent(patch: Patch) -> None:
     patch.setattr(ConfirmationActor, "_good", good)
 
 
-def a_failed_read_is_tried_for_ever(patch: Patch) -> None:
+def a_failed_read_is_tried_for_ever(patch: Planter) -> None:
     """A retry without a bound."""
     patch.setattr(filling, "_TRIES", 1 << 30)
 
 
-def a_child_outlives_the_node_that_it_hangs_from(patch: Patch) -> None:
+def a_child_outlives_the_node_that_it_hangs_from(patch: Planter) -> None:
     """A parent skipped: a node is committed though the ranks gave up the node of its step that has its parent."""
     patch.setattr(staging, "_needs", lambda nodes: [0] * len(nodes))
 
 
-def a_stopped_search_mistakes_the_agreement(patch: Patch) -> None:
+def a_stopped_search_mistakes_the_agreement(patch: Planter) -> None:
     """A conditional collective: a search that is stopped early takes the next agreement for the last one."""
     patch.setattr(Accord, "is_at_last", property(lambda self: True))
 
@@ -205,36 +193,64 @@ def _without_joining(real: Any) -> Any:
     return refuse
 
 
-MUTATIONS: dict[Callable[[Patch], None], range] = {
-    a_cancelled_prefix_keeps_its_claim: range(10),
-    memory_is_freed_before_it_is_quiet: range(10),
-    a_restore_releases_its_prefix_at_the_launch: range(10),
-    the_fence_is_forgotten: range(10),
-    the_restore_fence_is_forgotten: range(10),
-    a_rank_joins_only_with_something_to_say: range(10),
-    a_search_that_leaves_says_nothing: range(10),
-    ranks_agree_on_how_many: range(10),
-    a_late_read_revives_its_request: range(10),
-    a_late_outcome_replaces_the_first: range(30),
-    a_prefix_is_released_twice: range(10),
-    pages_are_announced_when_reserved: range(10),
-    a_child_is_deposited_without_its_parent: range(20),
-    a_node_is_committed_without_its_parent: range(20),
-    a_child_outlives_the_node_that_it_hangs_from: range(140, 160),
-    a_stopped_search_mistakes_the_agreement: range(20),
-    a_failed_read_is_tried_for_ever: range(10),
-}
-"""Each planted fault, and seeds of which one finds it."""
+LEFT_OPEN = "AssertionError: claims left open though all is quiet"
+RELEASED = "AssertionError: claims: [0-9]+ uses after the release"
+WRONG_BYTES = "AssertionError: wrong bytes (restored for request|in host memory|written to the store)"
+OPENED_UNLIKE = r"ViolationError: \(.*\) was not opened alike on every rank"
+KEPT_UNLIKE = "ViolationError: node [0-9]+: backed up on some ranks only"
+EVENTS = "AssertionError: ([0-9]+ events stored a key twice|host: the events tell of [1-9][0-9]* pages too many)"
+READ_TOO_OFTEN = "AssertionError: request [0-9]+: page [0-9a-f]+ was read [3-9] times"
+STILL_FILLING = "AssertionError: [0-9]+ host pages are still filling"
+ORPHAN = "AssertionError: .*parent"
+"""Rules of the simulator, by the words that a broken one is told in."""
 
-FAULTS = {
-    a_failed_read_is_tried_for_ever: "read.fail",
-    a_stopped_search_mistakes_the_agreement: "order.delay,lookup.delay",
+
+@attrs.frozen
+class Found:
+    """The rule that a planted fault breaks, seeds of which one shows it, and what fails meanwhile."""
+
+    rule: str
+    seeds: range = range(10)
+    faults: str = "all"
+
+
+MUTATIONS: dict[Plant, Found] = {
+    a_cancelled_prefix_keeps_its_claim: Found(LEFT_OPEN),
+    memory_is_freed_before_it_is_quiet: Found(WRONG_BYTES),
+    a_restore_releases_its_prefix_at_the_launch: Found(WRONG_BYTES),
+    the_fence_is_forgotten: Found(WRONG_BYTES),
+    the_restore_fence_is_forgotten: Found(WRONG_BYTES),
+    a_rank_joins_only_with_something_to_say: Found(OPENED_UNLIKE),
+    a_search_that_leaves_says_nothing: Found(OPENED_UNLIKE),
+    ranks_agree_on_how_many: Found(KEPT_UNLIKE),
+    a_late_read_revives_its_request: Found(LEFT_OPEN),
+    a_prefix_is_released_twice: Found(RELEASED),
+    pages_are_announced_when_reserved: Found(EVENTS),
+    a_child_is_deposited_without_its_parent: Found(ORPHAN, range(20)),
+    a_node_is_committed_without_its_parent: Found(STILL_FILLING, range(20)),
+    a_child_outlives_the_node_that_it_hangs_from: Found(STILL_FILLING, range(140, 160)),
+    a_stopped_search_mistakes_the_agreement: Found(OPENED_UNLIKE, range(20), "order.delay,lookup.delay"),
+    a_failed_read_is_tried_for_ever: Found(READ_TOO_OFTEN, faults="read.fail"),
 }
-"""Where a few kinds of faults find it sooner than all of them."""
+"""Each planted fault. A few kinds of faults beside it find some sooner than all of them."""
+
+
+def find(plant: Plant, found: Found) -> None:
+    """Run seeds up to one that breaks the rule; AssertionError if none does, MisplantedError if the fault is wrong."""
+    options = SimulationOptions(kinds=parse_kinds(found.faults))
+    failures: list[str] = []
+    for seed in found.seeds:
+        with planted(plant) as planter:
+            failure = run_seed(options, seed).failure
+        if failure is None:
+            continue
+        failures.append(failure)
+        if re.match(found.rule, failure):
+            break
+        planter.check()
+    assert_broken(planter, found.rule, failures)
 
 
 @pytest.mark.parametrize("plant", MUTATIONS, ids=lambda plant: plant.__name__)
-def test_a_planted_fault_is_found(plant: Callable[[Patch], None], monkeypatch: Patch) -> None:
-    plant(monkeypatch)
-    options = SimulationOptions(kinds=parse_kinds(FAULTS.get(plant, "all")))
-    assert any(run_seed(options, seed).failure for seed in MUTATIONS[plant])
+def test_a_planted_fault_is_found_by_the_rule_that_it_breaks(plant: Plant) -> None:
+    find(plant, MUTATIONS[plant])
