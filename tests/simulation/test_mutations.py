@@ -75,7 +75,6 @@ def the_restore_fence_is_forgotten(patch: Planter) -> None:
 def a_rank_joins_only_with_something_to_say(patch: Planter) -> None:
     """A conditional collective: a rank that has nothing of an operation does not open it."""
     patch.setattr(LoopState, "join_without", lambda self, operation: None)
-    patch.setattr(EngineDesk, "_refuse_nodes", _without_joining(EngineDesk._refuse_nodes))
 
 
 def a_search_that_leaves_says_nothing(patch: Planter) -> None:
@@ -182,15 +181,6 @@ def a_child_outlives_the_node_that_it_hangs_from(patch: Planter) -> None:
 def a_stopped_search_mistakes_the_agreement(patch: Planter) -> None:
     """A conditional collective: a search that is stopped early takes the next agreement for the last one."""
     patch.setattr(Accord, "is_at_last", property(lambda self: True))
-
-
-def _without_joining(real: Any) -> Any:
-    def refuse(self: Any, *args: Any) -> None:
-        self._join_without, joining = None, self._join_without
-        real(self, *args)
-        self._join_without = joining
-
-    return refuse
 
 
 LEFT_OPEN = "AssertionError: claims left open though all is quiet"
