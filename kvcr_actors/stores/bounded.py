@@ -17,8 +17,13 @@ from kvcr_actors.stores.medium import HeldPage, PageMedium, Parts
 from kvcr_actors.types import NO_SLOT, CacheLayout, PageKey, Tier
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
-SHORT_OF_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN})
-"""Errors of a read that say nothing about the page."""
+PASSING = frozenset(
+    {
+        *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN),
+        *(errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN),
+    }
+)
+"""Errors of a read that say nothing about the page: short of resources, or a network file system that is away."""
 
 
 @attrs.define
@@ -187,7 +192,7 @@ class BoundedBackend:
             sound = self._medium.load(key, page.mask, parts)
         except (OSError, MemoryError) as error:
             changes.note_error("read", error)
-            if isinstance(error, MemoryError) or error.errno in SHORT_OF_RESOURCES:
+            if isinstance(error, MemoryError) or error.errno in PASSING:
                 raise
             sound = False
         if not sound:

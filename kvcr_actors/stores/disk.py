@@ -16,7 +16,7 @@ from kvcr_actors.stores.disk_clear import ClearMark
 from kvcr_actors.stores.disk_files import PageFiles
 from kvcr_actors.stores.disk_folder import FoundFile, StoreFolder
 from kvcr_actors.stores.disk_index import DiskIndex, IndexRow
-from kvcr_actors.stores.disk_page import MAX_POOLS, PageHeader, encode_header, header_bytes, is_sound
+from kvcr_actors.stores.disk_page import MAX_BYTES, MAX_POOLS, PageHeader, encode_header, header_bytes, is_sound
 from kvcr_actors.stores.medium import HeldPage, Parts
 from kvcr_actors.stores.options import boolean, check_known
 from kvcr_actors.stores.threaded import ThreadedStore
@@ -25,8 +25,8 @@ from kvcr_actors.types import CacheLayout, PageKey
 FLUSH_PAGES = 4096
 """Index rows that wait for a transaction at most: a crash loses the order of use of so many pages, but no page."""
 
-_COUNTS = ("adopted", "unfinished", "unsound", "lost", "index_rebuilt", "index_failures")
-"""What was found at open: files without a good row, unfinished and unsound files, rows without a file."""
+_COUNTS = ("adopted", "unfinished", "unsound", "unreadable", "lost", "index_rebuilt", "index_failures")
+"""What was found at open: files without a good row, unfinished, unsound and unreadable files, rows without a file."""
 
 
 class DiskMedium:
@@ -63,6 +63,11 @@ class DiskMedium:
                 f"store folder {self._folder.path}: {len(layout.pools)} pools, and a page holds {MAX_POOLS}"
             )
         self._page_bytes = tuple(pool.page_bytes for pool in layout.pools)
+        if header_bytes(len(layout.pools)) + sum(self._page_bytes) > MAX_BYTES:
+            raise StoreError(
+                f"store folder {self._folder.path}: a page of {sum(self._page_bytes)} bytes, and a page file holds "
+                f"{MAX_BYTES} at most: make pages of fewer tokens"
+            )
         with contextlib.ExitStack() as undo:
             self._folder.open()
             undo.callback(self._folder.close)
@@ -209,7 +214,12 @@ class DiskMedium:
         used = max((row.used for row in rows.values()), default=0)
         adopted: list[IndexRow] = []
         for found in sorted(suspects, key=lambda found: found.written):
-            header = None if found.name is None else self._files.examine(found.path)
+            try:
+                header = None if found.name is None else self._files.examine(found.path)
+            except OSError:
+                # It may be a page, which another open can read.
+                self._counters["unreadable"] += 1
+                continue
             if header is None or header.name != found.name:
                 self._counters["unfinished" if found.name is None else "unsound"] += 1
                 self._files.remove(found.path)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 from collections.abc import Sequence
 
 import attrs
 
 from kvcr_actors.stores.disk_folder import FILE_MODE, UNFINISHED, StoreFolder
-from kvcr_actors.stores.disk_page import PageHeader, read_whole
+from kvcr_actors.stores.disk_page import PageHeader, read_into, read_whole
 
 # Something that replaced a page file may be a link or a pipe: do not follow the one, nor wait for the other.
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -61,25 +62,21 @@ class PageFiles:
                 raise
 
     def read(self, path: str, buffers: Sequence[bytearray | memoryview]) -> bool:
-        """Fill the buffers; False if the file is longer or shorter than they are together."""
+        """Fill the buffers; False if the file is not as long as they are together, OSError if a read is short."""
         fd = os.open(path, _READ, dir_fd=self.folder.root_fd)
         try:
-            # One byte more, to see whether the file ends where it should.
-            length = os.readv(fd, [*buffers, bytearray(1)])
+            return read_into(fd, buffers)
         finally:
             os.close(fd)
-        return length == sum(map(len, buffers))
 
     def examine(self, path: str) -> PageHeader | None:
-        """Read and check a file of which nothing is known; None if it is no sound page."""
-        try:
-            fd = os.open(path, _READ, dir_fd=self.folder.root_fd)
-        except OSError:
+        """Read and check a file of which nothing is known; None if it is no sound page, OSError if nobody can tell."""
+        status = os.stat(path, dir_fd=self.folder.root_fd, follow_symlinks=False)
+        if not stat.S_ISREG(status.st_mode):
             return None
+        fd = os.open(path, _READ, dir_fd=self.folder.root_fd)
         try:
             return read_whole(fd)
-        except OSError:
-            return None
         finally:
             os.close(fd)
 

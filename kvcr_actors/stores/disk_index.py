@@ -15,24 +15,31 @@ import attrs
 
 from kvcr_actors.errors import StoreError
 from kvcr_actors.stores.disk_folder import FILE_MODE
-from kvcr_actors.types import PageKey
+from kvcr_actors.types import KEY_BYTES, PageKey
 
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS pages (
+_TABLE = """pages (
     name BLOB PRIMARY KEY, key BLOB NOT NULL, parent BLOB,
     mask INTEGER NOT NULL, bytes INTEGER NOT NULL, used INTEGER NOT NULL
-) WITHOUT ROWID
-"""
-# A row whose values have other types is damaged: it is not seen, and its file is adopted anew.
+) WITHOUT ROWID"""
+_STRANGE = "SELECT count(*) FROM sqlite_master WHERE NOT (type = 'table' AND name = 'pages' AND sql = ?)"
+# A row whose values have other types, lengths or sizes is damaged: it is not seen, and its file is adopted anew.
 _ROWS = """
 SELECT name, key, parent, mask, bytes, used FROM pages
 WHERE typeof(name) = 'blob' AND typeof(key) = 'blob' AND typeof(parent) IN ('blob', 'null')
     AND typeof(mask) = 'integer' AND typeof(bytes) = 'integer' AND typeof(used) = 'integer'
+    AND length(name) = :key AND length(key) = :key AND length(coalesce(parent, key)) = :key
+    AND mask > 0 AND bytes > 0 AND used BETWEEN 0 AND :latest
 ORDER BY used
 """
+_LIMITS = {"key": KEY_BYTES, "latest": 1 << 61}
+"""A count of uses ends far below: there is always room to count on."""
 _PUT = "INSERT OR REPLACE INTO pages (name, key, parent, mask, bytes, used) VALUES (?, ?, ?, ?, ?, ?)"
 _UNUSABLE = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR})
 """Primary result codes that mean that the file's content is at fault, not the disk or its rights."""
+
+
+class _StrangeError(Exception):
+    """The file is a database of something else, or does more than hold rows."""
 
 
 @attrs.frozen
@@ -78,6 +85,8 @@ class DiskIndex:
     def _connect_or_rebuild(self, path: Path, *, durable: bool) -> tuple[sqlite3.Connection, list[IndexRow]]:
         try:
             return _connect(path, durable=durable)
+        except _StrangeError:
+            pass
         except sqlite3.Error as error:
             if error.sqlite_errorcode & 0xFF not in _UNUSABLE:
                 raise
@@ -89,7 +98,7 @@ class DiskIndex:
 
 def _connect(path: Path, *, durable: bool) -> tuple[sqlite3.Connection, list[IndexRow]]:
     # SQLite would make the file as the umask says.
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE))
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE))
     with contextlib.ExitStack() as undo:
         db = sqlite3.connect(path, isolation_level=None)
         undo.callback(db.close)
@@ -97,7 +106,9 @@ def _connect(path: Path, *, durable: bool) -> tuple[sqlite3.Connection, list[Ind
         db.execute("PRAGMA locking_mode = EXCLUSIVE")
         db.execute("PRAGMA journal_mode = WAL")
         db.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
-        db.execute(_SCHEMA)
-        rows = [IndexRow(*row) for row in db.execute(_ROWS)]
+        db.execute(f"CREATE TABLE IF NOT EXISTS {_TABLE}")
+        if db.execute(_STRANGE, (f"CREATE TABLE {_TABLE}",)).fetchone() != (0,):
+            raise _StrangeError
+        rows = [IndexRow(*row) for row in db.execute(_ROWS, _LIMITS)]
         undo.pop_all()
     return db, rows

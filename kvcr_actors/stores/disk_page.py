@@ -7,7 +7,9 @@ takes a fifth of the time of BLAKE2b; the folder is private, so there is no forg
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import struct
 import zlib
 from collections.abc import Sequence
@@ -19,6 +21,10 @@ from kvcr_actors.types import KEY_BYTES, PageKey
 VERSION = 1
 MAX_POOLS = 63
 """What a signed 64-bit pool mask can tell."""
+
+MAX_BYTES = 1 << 30
+"""The longest file that is taken for a page, whatever it says of itself."""
+_CHUNK = 1 << 20
 
 _MAGIC = b"kvcrpage"
 _HAS_PARENT = 1
@@ -80,18 +86,50 @@ def is_sound(raw: bytes | bytearray, expected: PageHeader, bodies: Sequence[memo
 
 def read_whole(fd: int) -> PageHeader | None:
     """Read and check a file of which nothing is known; None if it is not a sound page. OSError if it is unreadable."""
-    fixed = os.pread(fd, _FIXED.size, 0)
-    if len(fixed) != _FIXED.size:
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or not _FIXED.size <= status.st_size <= MAX_BYTES:
         return None
-    pools = _FIXED.unpack(fixed)[3]
-    if pools > MAX_POOLS:
+    pools = _FIXED.unpack(_exactly(fd, _FIXED.size, 0))[3]
+    if pools > MAX_POOLS or header_bytes(pools) > status.st_size:
         return None
-    raw = os.pread(fd, header_bytes(pools), 0)
-    header = _decode(raw) if len(raw) == header_bytes(pools) else None
-    if header is None or os.fstat(fd).st_size != header.file_bytes:
+    raw = _exactly(fd, header_bytes(pools), 0)
+    header = _decode(raw)
+    if header is None or status.st_size != header.file_bytes:
         return None
-    body = memoryview(os.pread(fd, header.file_bytes - len(raw), len(raw)))
-    return header if is_sound(raw, header, [body]) else None
+    value = zlib.crc32(memoryview(raw)[: -_CHECKSUM.size])
+    for at in range(len(raw), status.st_size, _CHUNK):
+        value = zlib.crc32(_exactly(fd, min(_CHUNK, status.st_size - at), at), value)
+    return header if (value,) == _CHECKSUM.unpack(raw[-_CHECKSUM.size :]) else None
+
+
+def read_into(fd: int, buffers: Sequence[bytearray | memoryview]) -> bool:
+    """Fill the buffers; False if the file is longer or shorter than they are together, OSError if it reads short."""
+    length = sum(map(len, buffers))
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or status.st_size != length:
+        return False
+    read = os.readv(fd, buffers)
+    if read < length:
+        # A network file system may read less than there is: go on, and copy to where it belongs.
+        rest = memoryview(_exactly(fd, length - read, read))
+        start = 0
+        for buffer in buffers:
+            begin, end = max(start, read), start + len(buffer)
+            if begin < end:
+                buffer[begin - start :] = rest[begin - read : end - read]
+            start = end
+    return True
+
+
+def _exactly(fd: int, length: int, at: int) -> bytes:
+    """Read bytes that the file has; OSError (EAGAIN) if they do not come: that says nothing about the page."""
+    found = bytearray()
+    while len(found) < length:
+        more = os.pread(fd, length - len(found), at + len(found))
+        if not more:
+            raise OSError(errno.EAGAIN, f"a short read: {len(found)} of {length} bytes came")
+        found += more
+    return bytes(found)
 
 
 def _decode(raw: bytes | bytearray) -> PageHeader | None:

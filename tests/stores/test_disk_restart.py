@@ -9,6 +9,7 @@ import sqlite3
 import stat
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -335,12 +336,11 @@ def test_a_process_holds_the_folder_until_it_is_killed(tmp_path: Path) -> None:
 
 def test_a_failed_open_leaves_nothing_locked(tmp_path: Path) -> None:
     folder = tmp_path / "store"
-    folder.mkdir()
-    (folder / "index.sqlite3").mkdir()
-    (folder / "format").write_text("kvcr-actors disk store, format 1\n")
-    with pytest.raises(StoreError, match=r"index\.sqlite3"):
-        open_disk(folder)
-    (folder / "index.sqlite3").rmdir()
+    open_disk(folder).close()
+    with closing(sqlite3.connect(folder / "index.sqlite3", isolation_level=None)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(StoreError, match=r"index\.sqlite3"):
+            open_disk(folder)
     open_disk(folder).close()
 
 
