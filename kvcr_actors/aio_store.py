@@ -13,7 +13,7 @@ import anyio.to_thread
 
 from kvcr_actors.batches import joined, late_words
 from kvcr_actors.bounce import Lease
-from kvcr_actors.ports import BatchOutcome, Description, EventSink, HostMemory, PageBatch, Store
+from kvcr_actors.ports import BatchOutcome, ClearOutcome, Description, EventSink, HostMemory, PageBatch, Store
 from kvcr_actors.runtime.hosts import TaskHost
 from kvcr_actors.runtime.supervisor import raising_sole_cause
 from kvcr_actors.store_session import PARTS_AT_ONCE, StoreSession
@@ -108,6 +108,10 @@ class AsyncStoreClient:
     def align(self, keys: Sequence[PageKey]) -> None:
         """Refresh the recency of a prefix (root to tail), so that its tail is evicted before its head."""
         self._session.align(tuple(keys))
+
+    async def clear(self, timeout_s: float | None = None) -> ClearOutcome:
+        """Have the store forget every page, for good; an outcome with an error says why it could not. DeadlineError."""
+        return await self._session.clear(self._session.write_budget_s(1) if timeout_s is None else timeout_s)
 
     def contents(self) -> frozenset[PageKey]:
         """The keys held now, for checks and tools; costs time in proportion."""

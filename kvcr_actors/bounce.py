@@ -17,7 +17,7 @@ import attrs
 
 from kvcr_actors.core.arena import SlotArena
 from kvcr_actors.ports import HostMemory
-from kvcr_actors.runtime.operation import Operation
+from kvcr_actors.transfers import Operation
 from kvcr_actors.types import NO_SLOT, Components
 
 

@@ -11,7 +11,7 @@ from kvcr_actors.core.accounting import RequestAccount
 from kvcr_actors.core.host_tier import Growth, HostPage
 from kvcr_actors.core.ledger import Claim
 from kvcr_actors.ports import CopyOutcome, OperationId, Store
-from kvcr_actors.runtime.operation import Operation
+from kvcr_actors.transfers import Operation
 from kvcr_actors.types import BackupNode, NodeId, PageKey, PrefetchRequest, RequestId, RestoreOrder, SkipReason
 
 # To the backup actor, from the engine.

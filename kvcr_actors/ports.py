@@ -1,7 +1,8 @@
 """The edges of the controller: what a device, a store, ranks and an event sink must do.
 
 Everything here is called on the loop's thread unless it says otherwise, and returns at once: work that blocks runs on
-a thread of the implementation's own and comes back through `Services.post`.
+a thread of the implementation's own and comes back through `Services.post`. This module has every word that an
+implementation needs (see `docs/write_a_store.md`); the rest of the library may change.
 """
 
 from __future__ import annotations
@@ -14,10 +15,50 @@ from typing import Any, Protocol, TypeAlias
 
 import attrs
 
-from kvcr_actors.core.copy_plan import CopyPlan
-from kvcr_actors.core.inventory import InventoryEvent
-from kvcr_actors.runtime.operation import Operation
-from kvcr_actors.types import CacheLayout, Components, PageKey, RequestId
+from kvcr_actors.core.copy_plan import CopyPlan, Direction, PoolCopy
+from kvcr_actors.core.inventory import BlocksRemoved, BlocksStored, InventoryEvent, Ownership, TierCleared
+from kvcr_actors.transfers import Operation
+from kvcr_actors.types import KEY_BYTES, NO_SLOT, CacheLayout, Components, PageKey, PoolSpec, RequestId, Tier
+
+__all__ = [
+    "KEY_BYTES",
+    "NO_SLOT",
+    "Agreement",
+    "BatchOutcome",
+    "BlocksRemoved",
+    "BlocksStored",
+    "CacheLayout",
+    "ClearOutcome",
+    "Components",
+    "CopyOutcome",
+    "CopyPlan",
+    "Description",
+    "Device",
+    "Direction",
+    "EventSink",
+    "HostMemory",
+    "InventoryEvent",
+    "LayerWaits",
+    "Operation",
+    "OperationId",
+    "Ownership",
+    "PageBatch",
+    "PageKey",
+    "PageListsRead",
+    "PageOutcome",
+    "PoolCopy",
+    "PoolSpec",
+    "RankTerms",
+    "Ranks",
+    "ReadsPageLists",
+    "RequestId",
+    "RunningEventSink",
+    "Services",
+    "Store",
+    "StoreTraits",
+    "Tier",
+    "TierCleared",
+]
 
 OperationId: TypeAlias = tuple[str, RequestId]
 """What ranks agree on: a kind (`backup`, `prefetch`) and the step or request that opened it, equal on every rank."""

@@ -20,7 +20,7 @@ import attrs
 from kvcr_actors.batches import joined, late_words
 from kvcr_actors.bounce import Lease
 from kvcr_actors.errors import DeadlineError
-from kvcr_actors.ports import BatchOutcome, Description, EventSink, HostMemory, PageBatch, Store
+from kvcr_actors.ports import BatchOutcome, ClearOutcome, Description, EventSink, HostMemory, PageBatch, Store
 from kvcr_actors.runtime.hosts import Backend, ThreadHost
 from kvcr_actors.store_session import OWNER, PARTS_AT_ONCE, StoreSession
 from kvcr_actors.stores.threaded import all_failed
@@ -149,6 +149,11 @@ class StoreClient:
     def align(self, keys: Sequence[PageKey], timeout_s: float = _CALL_S) -> None:
         """Refresh the recency of a prefix (root to tail), so that its tail is evicted before its head."""
         self._ask("to align keys", timeout_s, lambda: self._session.align(tuple(keys)))
+
+    def clear(self, timeout_s: float | None = None) -> ClearOutcome:
+        """Have the store forget every page, for good; an outcome with an error says why it could not. DeadlineError."""
+        limit_s = self._session.write_budget_s(1) if timeout_s is None else timeout_s
+        return self._run("to clear itself", limit_s, lambda: self._session.clear(limit_s))
 
     def contents(self, timeout_s: float = _CALL_S) -> frozenset[PageKey]:
         """The keys held now, for checks and tools; costs time in proportion."""

@@ -27,7 +27,7 @@ from kvcr_actors.events.feed import EventFeed
 from kvcr_actors.host_buffers import HostBuffers
 from kvcr_actors.messages import InventoryChanged
 from kvcr_actors.port_life import PORT_CLOSE_BUDGETS, LatePorts, closed_if_cut_short, open_sinks
-from kvcr_actors.ports import BatchOutcome, Description, EventSink, HostMemory, PageBatch, Store
+from kvcr_actors.ports import BatchOutcome, ClearOutcome, Description, EventSink, HostMemory, PageBatch, Store
 from kvcr_actors.runtime.bell import LoopBell
 from kvcr_actors.runtime.foreign import ContainedTasks, containing
 from kvcr_actors.runtime.inbox import Inbox
@@ -186,6 +186,13 @@ class StoreSession:
             with anyio.move_on_after(timeout_s):
                 return await self._guarded.confirm(keys, request_id).outcome()
             raise self._late_error(f"confirmed {len(keys)} keys", timeout_s)
+
+    async def clear(self, timeout_s: float) -> ClearOutcome:
+        """Forget every page; DeadlineError."""
+        async with self._call():
+            with anyio.move_on_after(timeout_s):
+                return await self._guarded.clear().outcome()
+            raise self._late_error("cleared itself", timeout_s)
 
     def begin_request(self, request_id: RequestId, hints: object) -> None:
         """Lend the store a request's hints; InvalidNodeError if it is open already."""

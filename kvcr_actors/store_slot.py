@@ -18,7 +18,7 @@ from kvcr_actors.errors import CheckpointError, ConfigError, DeadlineError, Inbo
 from kvcr_actors.messages import DepositPages, ResetCaches
 from kvcr_actors.port_life import LatePorts, close_port, closed_if_cut_short
 from kvcr_actors.ports import ClearOutcome, Services, Store
-from kvcr_actors.runtime.operation import Operation
+from kvcr_actors.transfers import Operation
 from kvcr_actors.types import PageKey, Tier
 
 log = structlog.get_logger()

@@ -9,7 +9,7 @@ import pytest
 from kvcr_actors.actors.confirmation import ConfirmationActor
 from kvcr_actors.actors.prefetch import PrefetchActor
 from kvcr_actors.actors.state import LoopState
-from kvcr_actors.runtime.operation import Operation
+from kvcr_actors.transfers import Operation
 from tests.actors.test_protections import (
     BACKUP_OPEN,
     a_late_copy_beside_a_prefetch,

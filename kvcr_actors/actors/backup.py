@@ -16,7 +16,7 @@ from kvcr_actors.errors import InboxClosedError, InboxFullError
 from kvcr_actors.messages import BackUpStep, CopyStarted
 from kvcr_actors.ports import CopyOutcome
 from kvcr_actors.runtime.endings import run_endings
-from kvcr_actors.runtime.operation import Operation
+from kvcr_actors.transfers import Operation
 from kvcr_actors.types import SkipReason
 
 log = structlog.get_logger()

@@ -16,7 +16,7 @@ from kvcr_actors.core.prefetch_state import HeldPrefix
 from kvcr_actors.errors import NoHostMemoryError
 from kvcr_actors.ports import BatchOutcome, PageBatch, PageOutcome
 from kvcr_actors.runtime.endings import run_endings
-from kvcr_actors.runtime.operation import Operation
+from kvcr_actors.transfers import Operation
 from kvcr_actors.types import MissReason, PageKey
 
 log = structlog.get_logger()

@@ -23,7 +23,7 @@ from kvcr_actors.messages import DepositPages
 from kvcr_actors.ports import BatchOutcome, PageBatch, PageOutcome
 from kvcr_actors.runtime.endings import run_endings
 from kvcr_actors.runtime.foreign import Tasks
-from kvcr_actors.runtime.operation import Operation
+from kvcr_actors.transfers import Operation
 from kvcr_actors.types import SkipReason
 
 log = structlog.get_logger()

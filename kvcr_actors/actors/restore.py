@@ -17,7 +17,7 @@ from kvcr_actors.messages import RestoreFinished, RestoreStep
 from kvcr_actors.ports import CopyOutcome
 from kvcr_actors.runtime.endings import run_endings
 from kvcr_actors.runtime.foreign import Tasks
-from kvcr_actors.runtime.operation import Operation
+from kvcr_actors.transfers import Operation
 from kvcr_actors.types import NO_SLOT, Components, MissReason, RestoreOrder
 
 log = structlog.get_logger()

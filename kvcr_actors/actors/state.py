@@ -43,9 +43,9 @@ from kvcr_actors.messages import (
 from kvcr_actors.ports import Device, OperationId, Ranks, Services
 from kvcr_actors.runtime.breath import no_breath
 from kvcr_actors.runtime.inbox import Inbox
-from kvcr_actors.runtime.operation import Operation
 from kvcr_actors.runtime.outbox import Outbox
 from kvcr_actors.runtime.progress import Progress
+from kvcr_actors.transfers import Operation
 from kvcr_actors.types import MissReason, NodeId, RequestId, SkipReason, Tier
 
 log = structlog.get_logger()

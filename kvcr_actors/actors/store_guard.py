@@ -11,7 +11,7 @@ import structlog
 
 from kvcr_actors.core.stats import ControllerStats
 from kvcr_actors.ports import BatchOutcome, ClearOutcome, PageBatch, PageOutcome, Store, StoreTraits
-from kvcr_actors.runtime.operation import Operation
+from kvcr_actors.transfers import Operation
 from kvcr_actors.types import PageKey, PrefetchRequest, RequestId
 
 log = structlog.get_logger()

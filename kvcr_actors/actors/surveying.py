@@ -15,7 +15,7 @@ from kvcr_actors.core.failed_keys import FailedKeys
 from kvcr_actors.core.hit_policy import boundaries, longest, needed_masks
 from kvcr_actors.core.host_tier import HostPage
 from kvcr_actors.core.prefetch_state import HeldPrefix, first_incomplete
-from kvcr_actors.runtime.operation import Operation
+from kvcr_actors.transfers import Operation
 from kvcr_actors.types import MissReason, PageKey
 
 _CONFIRMATIONS = 32

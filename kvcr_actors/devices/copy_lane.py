@@ -29,7 +29,7 @@ from kvcr_actors.devices.row_mover import PlaneTable, RowMover
 from kvcr_actors.devices.staging_ring import Region, StagingRing
 from kvcr_actors.errors import DeviceError
 from kvcr_actors.ports import CopyOutcome
-from kvcr_actors.runtime.operation import Operation
+from kvcr_actors.transfers import Operation
 from kvcr_actors.types import CacheLayout
 
 S = TypeVar("S")

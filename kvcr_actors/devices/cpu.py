@@ -16,8 +16,8 @@ from kvcr_actors.devices.pairs import Pairs, check_pairs, is_one_run, word_type
 from kvcr_actors.devices.row_mover import PlaneTable
 from kvcr_actors.errors import ConfigError, DeadlineError, DeviceError
 from kvcr_actors.ports import CopyOutcome, Description, LayerWaits, Services
-from kvcr_actors.runtime.operation import Operation
 from kvcr_actors.runtime.owner_thread import OwnerThread, close_threads
+from kvcr_actors.transfers import Operation
 from kvcr_actors.types import CacheLayout
 
 

@@ -19,8 +19,8 @@ from kvcr_actors.devices.layer_groups import MAX_GROUPS, LayerGate, check_layers
 from kvcr_actors.devices.row_mover import PlaneTable, RowMover, make_mover
 from kvcr_actors.errors import ConfigError, DeadlineError, DeviceError
 from kvcr_actors.ports import CopyOutcome, Description, LayerWaits, PageListsRead, ReadsPageLists, Services
-from kvcr_actors.runtime.operation import Operation
 from kvcr_actors.runtime.owner_thread import OwnerThread, close_threads
+from kvcr_actors.transfers import Operation
 from kvcr_actors.types import CacheLayout
 
 S = TypeVar("S")

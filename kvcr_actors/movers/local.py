@@ -17,7 +17,7 @@ import numpy as np
 from kvcr_actors.core.copy_plan import Direction
 from kvcr_actors.core.order_merge import MergedOrders, Order, PageList, merge_orders
 from kvcr_actors.ports import CopyOutcome, Device, PageListsRead, ReadsPageLists
-from kvcr_actors.runtime.operation import Operation
+from kvcr_actors.transfers import Operation
 
 
 @attrs.frozen

@@ -26,11 +26,11 @@ from kvcr_actors.runtime.hosts import ThreadHost
 from kvcr_actors.runtime.inbox import Inbox
 from kvcr_actors.runtime.inline_host import InlineHost
 from kvcr_actors.runtime.memory_lease import take_memory
-from kvcr_actors.runtime.operation import Operation
 from kvcr_actors.runtime.outbox import Outbox
 from kvcr_actors.runtime.progress import Progress
 from kvcr_actors.runtime.supervisor import raising_sole_cause
 from kvcr_actors.services import LoopServices
+from kvcr_actors.transfers import Operation
 
 log = structlog.get_logger()
 

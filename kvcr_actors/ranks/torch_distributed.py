@@ -28,7 +28,7 @@ from kvcr_actors.errors import ConfigError, DeadlineError, KvcrActorsError
 from kvcr_actors.ports import Agreement, Description, OperationId, RankTerms, Services
 from kvcr_actors.ranks._gloo import CollectiveError, GlooGroup, SharedStore, TorchStore
 from kvcr_actors.ranks._terms import compare_terms, tell_terms
-from kvcr_actors.runtime.operation import Operation
+from kvcr_actors.transfers import Operation
 
 log = structlog.get_logger()
 

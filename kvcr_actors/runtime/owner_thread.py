@@ -15,7 +15,7 @@ import attrs
 from kvcr_actors.errors import ControllerClosedError, DeadlineError
 from kvcr_actors.ports import Services
 from kvcr_actors.runtime.foreign import contained
-from kvcr_actors.runtime.operation import Operation
+from kvcr_actors.transfers import Operation
 
 T = TypeVar("T")
 

@@ -17,13 +17,13 @@ from kvcr_actors.events.follower import StreamFollower
 from kvcr_actors.events.stream import EventStream, Message, StreamLimits
 from kvcr_actors.events.wire import WireHash, find_dialect
 from kvcr_actors.ports import BatchOutcome, CopyOutcome, PageBatch, StoreTraits
-from kvcr_actors.runtime.operation import Operation
 from kvcr_actors.simulation.faults import EdgeFaults, SeedFaults
 from kvcr_actors.simulation.pages import LAYOUT, POOLS
 from kvcr_actors.stores.memory import memory_backend
 from kvcr_actors.testing.devices import LoopDevice
 from kvcr_actors.testing.host_memory import BytesHostMemory
 from kvcr_actors.testing.stores import FaultyStore
+from kvcr_actors.transfers import Operation
 from kvcr_actors.types import PageContext, PageKey, RequestId, Tier
 
 TRAITS = StoreTraits(batch_pages=4, read_budget_s=0.1, read_budget_page_s=0.005, write_budget_s=0.2)

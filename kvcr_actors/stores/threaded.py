@@ -17,10 +17,10 @@ from kvcr_actors.ports import (
     Services,
     StoreTraits,
 )
-from kvcr_actors.runtime.operation import Operation
 from kvcr_actors.runtime.owner_thread import OwnerThread
 from kvcr_actors.stores.alignments import Alignments
 from kvcr_actors.stores.backend import PageBackend
+from kvcr_actors.transfers import Operation
 from kvcr_actors.types import PageKey, RequestId
 
 T = TypeVar("T")

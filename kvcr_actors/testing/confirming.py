@@ -9,10 +9,10 @@ import anyio
 
 from kvcr_actors.core.hit_policy import boundaries, longest
 from kvcr_actors.ports import HostMemory, Services, StoreTraits
-from kvcr_actors.runtime.operation import Operation
 from kvcr_actors.stores.backend import PageBackend
 from kvcr_actors.testing.faults import Fault, FaultPlan
 from kvcr_actors.testing.stores import FaultyStore, Latency, no_latency
+from kvcr_actors.transfers import Operation
 from kvcr_actors.types import CacheLayout, PageKey, RequestId
 
 

@@ -11,8 +11,8 @@ import attrs
 from kvcr_actors.core.rounds import OpenOperation, OperationTable, Resolution, RoundShape, operation_number
 from kvcr_actors.errors import ConfigError
 from kvcr_actors.ports import Agreement, Description, OperationId, RankTerms, Services
-from kvcr_actors.runtime.operation import Operation
 from kvcr_actors.testing.faults import Fault, FaultPlan
+from kvcr_actors.transfers import Operation
 
 
 @attrs.frozen

@@ -11,9 +11,9 @@ import anyio
 import attrs
 
 from kvcr_actors.ports import BatchOutcome, ClearOutcome, PageBatch, PageOutcome, Store
-from kvcr_actors.runtime.operation import Operation
 from kvcr_actors.testing.host_memory import BytesHostMemory
 from kvcr_actors.testing.services import RecordingServices, open_services
+from kvcr_actors.transfers import Operation
 from kvcr_actors.types import NO_SLOT, CacheLayout, PageKey, PoolSpec
 
 LAYOUT = CacheLayout((PoolSpec("kv", 2, 96), PoolSpec("swa", 1, 40), PoolSpec("mamba", 1, 7)))

@@ -14,12 +14,12 @@ import anyio.lowlevel
 import attrs
 
 from kvcr_actors.ports import BatchOutcome, ClearOutcome, Description, HostMemory, PageBatch, Services, StoreTraits
-from kvcr_actors.runtime.operation import Operation
 from kvcr_actors.runtime.owner_thread import ThreadDeadlineError
 from kvcr_actors.stores.backend import PageBackend
 from kvcr_actors.stores.threaded import EMBEDDED, all_failed
 from kvcr_actors.testing.faults import Fault, FaultPlan
 from kvcr_actors.testing.faulty_backend import FaultyCalls
+from kvcr_actors.transfers import Operation
 from kvcr_actors.types import PageKey, RequestId
 
 T = TypeVar("T")

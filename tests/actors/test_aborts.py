@@ -14,10 +14,10 @@ import pytest
 from kvcr_actors.controller import CacheController
 from kvcr_actors.messages import Completion, PrefetchCancelled, PrefetchReady, RestoreFinished
 from kvcr_actors.ports import BatchOutcome, PageBatch, PageOutcome
-from kvcr_actors.runtime.operation import Operation
 from kvcr_actors.testing.faults import Fault, FaultPlan
 from kvcr_actors.testing.host_memory import BytesHostMemory
 from kvcr_actors.testing.virtual_time import VIRTUAL, BackendName, run_virtual
+from kvcr_actors.transfers import Operation
 from kvcr_actors.types import PrefetchRequest, RequestId, RestoreOrder
 from tests.actors.cluster import cluster
 from tests.actors.rig import LAYOUT, Rig, chain

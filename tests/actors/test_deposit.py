@@ -7,8 +7,8 @@ import pytest
 
 from kvcr_actors.messages import DepositFailed
 from kvcr_actors.ports import BatchOutcome, PageBatch
-from kvcr_actors.runtime.operation import Operation
 from kvcr_actors.testing.faults import Fault, FaultPlan
+from kvcr_actors.transfers import Operation
 from kvcr_actors.types import SkipReason
 from tests.actors.rig import Rig, chain, virtual
 

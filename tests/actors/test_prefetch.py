@@ -7,9 +7,9 @@ import pytest
 
 from kvcr_actors.messages import PrefetchCancelled, PrefetchReady
 from kvcr_actors.ports import BatchOutcome, PageBatch
-from kvcr_actors.runtime.operation import Operation
 from kvcr_actors.testing.faults import Fault, FaultPlan
 from kvcr_actors.testing.invariants import check_accounts, check_claims, check_host
+from kvcr_actors.transfers import Operation
 from kvcr_actors.types import MissReason, PrefetchRequest, RequestId
 from tests.actors.rig import Rig, chain, virtual
 

@@ -13,10 +13,10 @@ import pytest
 from kvcr_actors.actors import prefetch
 from kvcr_actors.messages import Completion, PrefetchCancelled, PrefetchReady
 from kvcr_actors.ports import BatchOutcome, PageBatch
-from kvcr_actors.runtime.operation import Operation
 from kvcr_actors.runtime.outbox import Outbox
 from kvcr_actors.testing.invariants import check_claims, check_host
 from kvcr_actors.testing.virtual_time import VIRTUAL, BackendName, run_virtual
+from kvcr_actors.transfers import Operation
 from kvcr_actors.types import MissReason, PageKey, PrefetchRequest, RequestId
 from tests.actors.rig import TRAITS, PlantedError, Rig, chain, virtual
 from tests.actors.test_interrupted import Way, fail, give_up, kill, stop

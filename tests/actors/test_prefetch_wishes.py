@@ -9,7 +9,7 @@ import pytest
 
 from kvcr_actors.messages import PrefetchCancelled, PrefetchReady
 from kvcr_actors.ports import BatchOutcome, PageBatch
-from kvcr_actors.runtime.operation import Operation
+from kvcr_actors.transfers import Operation
 from kvcr_actors.types import MissReason, PrefetchRequest, RequestId
 from tests.actors.cluster import cluster, on_all
 from tests.actors.rig import Rig, chain, virtual

@@ -8,7 +8,7 @@ import pytest
 
 from kvcr_actors.core.inventory import BlocksRemoved
 from kvcr_actors.ports import BatchOutcome, PageBatch
-from kvcr_actors.runtime.operation import Operation
+from kvcr_actors.transfers import Operation
 from kvcr_actors.types import PageKey
 from tests.actors.rig import Rig, chain
 

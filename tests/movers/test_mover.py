@@ -30,8 +30,8 @@ from kvcr_actors.devices.row_mover import PlaneTable, TorchMover
 from kvcr_actors.movers.mover import PageMover
 from kvcr_actors.movers.orders import MoveAck, MoveFailure, MoveOrder, MoverFailed
 from kvcr_actors.ports import CopyOutcome
-from kvcr_actors.runtime.operation import Operation
 from kvcr_actors.testing.services import open_services
+from kvcr_actors.transfers import Operation
 from tests.devices.engine_bench import RING
 from tests.devices.harness import random_bytes
 from tests.devices.scheduled_runtime import ScheduledRuntime

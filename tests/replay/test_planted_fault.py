@@ -16,7 +16,7 @@ from kvcr_actors.replay import session
 from kvcr_actors.replay.options import ReplayOptions
 from kvcr_actors.replay.report import ReplayReport
 from kvcr_actors.replay.trace import read_trace, shipped_trace
-from kvcr_actors.runtime.operation import Operation
+from kvcr_actors.transfers import Operation
 
 
 def replay(**values) -> ReplayReport:

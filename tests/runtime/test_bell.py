@@ -12,7 +12,7 @@ import pytest
 
 from kvcr_actors.runtime.bell import LoopAccess, LoopBell
 from kvcr_actors.runtime.inbox import Inbox
-from kvcr_actors.runtime.operation import Operation
+from kvcr_actors.transfers import Operation
 
 pytestmark = [pytest.mark.anyio, pytest.mark.real_clock]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from kvcr_actors.runtime.operation import Operation
+from kvcr_actors.transfers import Operation
 
 pytestmark = pytest.mark.anyio
 

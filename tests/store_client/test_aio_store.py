@@ -7,7 +7,7 @@ import pytest
 
 from kvcr_actors.aio_store import AsyncStoreClient, open_store_client
 from kvcr_actors.errors import ControllerClosedError, DeadlineError
-from kvcr_actors.ports import StoreTraits
+from kvcr_actors.ports import ClearOutcome, StoreTraits
 from kvcr_actors.stores.memory import memory_backend
 from kvcr_actors.testing.faults import Fault, FaultPlan
 from kvcr_actors.testing.host_memory import BytesHostMemory
@@ -41,6 +41,8 @@ async def test_pages_of_any_number_are_written_looked_up_and_read() -> None:
         client.align(batch.keys)
         assert client.contents() == frozenset(batch.keys)
         assert free_pages(client) == 8
+        assert await client.clear() == ClearOutcome(23)
+        assert client.contents() == frozenset()
 
 
 @pytest.mark.real_clock

@@ -13,9 +13,8 @@ import pytest
 from kvcr_actors.core.inventory import InventoryIndex
 from kvcr_actors.errors import ConfigError, ControllerClosedError, DeadlineError, InvalidNodeError, StoreError
 from kvcr_actors.host_buffers import HostBuffers
-from kvcr_actors.ports import BatchOutcome, PageBatch, PageOutcome, Store, StoreTraits
+from kvcr_actors.ports import BatchOutcome, ClearOutcome, PageBatch, PageOutcome, Store, StoreTraits
 from kvcr_actors.runtime.hosts import Backend
-from kvcr_actors.runtime.operation import Operation
 from kvcr_actors.store_client import StoreClient
 from kvcr_actors.stores.memory import memory_backend
 from kvcr_actors.stores.threaded import ThreadedStore
@@ -24,6 +23,7 @@ from kvcr_actors.testing.faults import Fault, FaultPlan
 from kvcr_actors.testing.host_memory import BytesHostMemory
 from kvcr_actors.testing.store_driver import ALL_POOLS, LAYOUT, chain, letters
 from kvcr_actors.testing.stores import FaultyStore
+from kvcr_actors.transfers import Operation
 from kvcr_actors.types import NO_SLOT, CacheLayout, PageKey, RequestId, Tier
 from tests.store_client.held_store import (
     WAIT_S,
@@ -305,6 +305,18 @@ def test_sinks_hear_what_the_store_holds(host: BytesHostMemory) -> None:
     assert index.residents(Tier.STORE) == held
     assert len(held) == 5
     assert index.anomalies == 0
+
+
+def test_a_clear_forgets_every_page(host: BytesHostMemory, make_store: Callable[[int], Store]) -> None:
+    index = InventoryIndex()
+    batch = batch_of(chain("a", 5))
+    fill(host, batch)
+    with StoreClient(make_store(8), host, sinks=[index]) as client:
+        client.write(batch)
+        assert client.clear(timeout_s=WAIT_S) == ClearOutcome(5)
+        assert client.lookup(batch.keys, timeout_s=WAIT_S) == (0,) * 5
+        assert client.contents() == frozenset()
+    assert index.residents(Tier.STORE) == frozenset()
 
 
 BAD: list[tuple[PageBatch, str]] = [

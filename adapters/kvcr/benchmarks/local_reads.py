@@ -23,11 +23,10 @@ import anyio
 import torch
 from kvcr.types import BlockKey
 
-from kvcr_actors.core.keys import Namespace, layout_name, router_key
+from kvcr_actors import CacheLayout, Namespace, PoolSpec, layout_name, router_key
 from kvcr_actors.ports import PageBatch, PageOutcome
 from kvcr_actors.testing.services import open_services
 from kvcr_actors.testing.store_driver import chain
-from kvcr_actors.types import CacheLayout, PoolSpec
 from kvcr_actors_kvcr import FetchHint, KvcrOptions, KvcrStore
 
 SIZES = (64 << 10, 1 << 20)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvcr_actors.core.keys import Namespace, layout_name
+from kvcr_actors import Namespace, layout_name
 from kvcr_actors.testing.store_driver import LAYOUT
 from kvcr_actors.testing.virtual_time import REAL, backend_options
 from kvcr_actors_kvcr import KvcrOptions, KvcrStore

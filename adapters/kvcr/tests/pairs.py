@@ -11,13 +11,11 @@ import anyio
 import attrs
 
 from examples.two_workers.process import free_port
-from kvcr_actors.core.keys import Namespace, layout_name, router_key
-from kvcr_actors.ports import BatchOutcome, PageBatch
-from kvcr_actors.runtime.operation import Operation
+from kvcr_actors import NO_SLOT, CacheLayout, Namespace, PageKey, layout_name, router_key
+from kvcr_actors.ports import BatchOutcome, Operation, PageBatch
 from kvcr_actors.testing.host_memory import BytesHostMemory
 from kvcr_actors.testing.services import RecordingServices, open_services
 from kvcr_actors.testing.store_driver import letters
-from kvcr_actors.types import NO_SLOT, CacheLayout, PageKey
 from kvcr_actors_kvcr import FetchHint, KvcrOptions, KvcrStore
 
 WAIT_S = 30.0

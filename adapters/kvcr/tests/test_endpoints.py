@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcr_actors.errors import ConfigError
+from kvcr_actors import ConfigError
 from kvcr_actors_kvcr import KvcrOptions, KvcrStore, RankGroup, group_ports, router_metadata
 from tests.conftest import NAMESPACE
 

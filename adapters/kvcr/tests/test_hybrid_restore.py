@@ -5,11 +5,17 @@ from __future__ import annotations
 import pytest
 
 from examples.two_workers.process import free_port
-from kvcr_actors import PrefetchRequest, RestoreFinished, RestoreOrder, open_controller
-from kvcr_actors.config import ControllerConfig
-from kvcr_actors.core.keys import Namespace, layout_name
-from kvcr_actors.devices.cpu import CpuDevice
-from kvcr_actors.devices.host_memory import HostPools
+from kvcr_actors import (
+    ControllerConfig,
+    CpuDevice,
+    HostPools,
+    Namespace,
+    PrefetchRequest,
+    RestoreFinished,
+    RestoreOrder,
+    layout_name,
+    open_controller,
+)
 from kvcr_actors.testing.store_driver import chain
 from kvcr_actors_kvcr import KvcrOptions, KvcrStore
 from tests.pairs import content, side

@@ -14,12 +14,10 @@ import pytest
 import structlog
 from prometheus_client import CollectorRegistry
 
-from kvcr_actors.core.inventory import Ownership
-from kvcr_actors.errors import ConfigError, StoreError
+from kvcr_actors import CacheLayout, ConfigError, Ownership, PoolSpec, StoreError, Tier
 from kvcr_actors.testing.host_memory import BytesHostMemory
 from kvcr_actors.testing.services import open_services
 from kvcr_actors.testing.store_driver import LAYOUT, chain, driven
-from kvcr_actors.types import CacheLayout, PoolSpec, Tier
 from kvcr_actors_kvcr import FetchHint, KvcrStoreCollector
 from kvcr_actors_kvcr.calm import can_calm
 from tests.pairs import side

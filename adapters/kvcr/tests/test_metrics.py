@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry
 
+from kvcr_actors import CacheLayout, PoolSpec
 from kvcr_actors.testing.store_driver import chain
-from kvcr_actors.types import CacheLayout, PoolSpec
 from kvcr_actors_kvcr.metrics import COUNTS, GAUGES, STATES, KvcrStoreCollector
 from tests.pairs import side
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import attrs
 import pytest
 
-from kvcr_actors.errors import ConfigError
-from kvcr_actors.stores.registry import open_store as open_by_name
+from kvcr_actors import ConfigError
+from kvcr_actors import open_store as open_by_name
 from kvcr_actors_kvcr import KvcrOptions, open_store, options_table
 from kvcr_actors_kvcr.options import parse_options
 from tests.conftest import NAMESPACE

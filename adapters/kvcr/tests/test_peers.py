@@ -6,13 +6,11 @@ import anyio
 import pytest
 import structlog
 
-from kvcr_actors.core.keys import Namespace
-from kvcr_actors.errors import ConfigError
+from kvcr_actors import NO_SLOT, AllPages, CacheLayout, ConfigError, Namespace, PoolSpec, Tier, TrailingPages
 from kvcr_actors.ports import PageBatch
 from kvcr_actors.testing.host_memory import BytesHostMemory
 from kvcr_actors.testing.services import open_services
 from kvcr_actors.testing.store_driver import chain, letters
-from kvcr_actors.types import NO_SLOT, AllPages, CacheLayout, PoolSpec, Tier, TrailingPages
 from kvcr_actors_kvcr import FetchHint, KvcrOptions, KvcrStore
 from tests.pairs import side
 

@@ -6,9 +6,7 @@ from itertools import product
 
 import pytest
 
-from kvcr_actors.core.keys import Namespace
-from kvcr_actors.errors import ConfigError
-from kvcr_actors.events.config import EventsConfig
+from kvcr_actors import ConfigError, EventsConfig, Namespace
 from kvcr_actors.testing.store_driver import chain
 from kvcr_actors_kvcr import FetchHint, KvcrOptions, KvcrStore, Rank, RankGroup, parse_hint
 from tests.conftest import NAMESPACE

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from kvcr_actors import Tier
 from kvcr_actors.replay.options import ReplayOptions
 from kvcr_actors.replay.session import run_replay
 from kvcr_actors.replay.trace import TraceRequest, find_real_trace, read_trace, shipped_trace
-from kvcr_actors.types import Tier
 
 ROOT = Path(__file__).parents[3]
 hits_at = runpy.run_path(str(ROOT / "tests" / "replay" / "lru_reference.py"))["hits_at"]

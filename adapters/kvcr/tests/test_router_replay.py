@@ -5,20 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 
 from examples.two_workers.process import free_port
-from kvcr_actors.controller import CacheController
-from kvcr_actors.core.inventory import InventoryIndex, Ownership
-from kvcr_actors.core.keys import Namespace, layout_name
-from kvcr_actors.devices.cpu import CpuDevice
-from kvcr_actors.devices.host_memory import HostPools
-from kvcr_actors.events.config import EventsConfig
-from kvcr_actors.events.zmq import ZmqEventSink
+from kvcr_actors import (
+    CacheController,
+    CpuDevice,
+    EventsConfig,
+    HostPools,
+    InventoryIndex,
+    Namespace,
+    Ownership,
+    Tier,
+    ZmqEventSink,
+    layout_name,
+)
 from kvcr_actors.replay.engine import ReplayEngine
 from kvcr_actors.replay.events import BLOCK_TOKENS, TraceContexts, block_tokens
 from kvcr_actors.replay.options import ReplayOptions
 from kvcr_actors.replay.report import ReplayReport
 from kvcr_actors.replay.session import request_keys
 from kvcr_actors.replay.trace import read_trace, shipped_trace
-from kvcr_actors.types import Tier
 from kvcr_actors_kvcr import KvcrOptions, KvcrStore
 from tests.routers import Router, dynamo_interpreter, wait_for
 

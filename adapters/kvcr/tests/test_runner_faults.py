@@ -7,7 +7,7 @@ from time import monotonic
 import anyio
 import pytest
 
-from kvcr_actors.errors import DeadlineError, StoreError
+from kvcr_actors import DeadlineError, StoreError
 from kvcr_actors.ports import PageBatch, PageOutcome
 from kvcr_actors.testing.host_memory import BytesHostMemory
 from kvcr_actors.testing.services import open_services

@@ -33,23 +33,29 @@ from kvcr_actors import (
     AsyncController,
     BackupNode,
     CacheLayout,
+    ContextTable,
+    ControllerConfig,
+    CpuDevice,
+    EventsConfig,
+    HostPools,
+    Namespace,
+    PageContext,
+    PageKey,
     PoolSpec,
     PrefetchReady,
     PrefetchRequest,
+    RequestId,
     RestoreFinished,
     RestoreOrder,
+    TorchDistributedRanks,
+    ZmqEventSink,
+    chain_seed,
+    layout_name,
     open_controller,
+    page_keys,
+    router_key,
 )
-from kvcr_actors.config import ControllerConfig
-from kvcr_actors.core.keys import Namespace, chain_seed, layout_name, page_keys, router_key
-from kvcr_actors.devices.cpu import CpuDevice
-from kvcr_actors.devices.host_memory import HostPools
-from kvcr_actors.events.config import EventsConfig
-from kvcr_actors.events.contexts import ContextTable
-from kvcr_actors.events.zmq import ZmqEventSink
 from kvcr_actors.ports import EventSink, Ranks
-from kvcr_actors.ranks.torch_distributed import TorchDistributedRanks
-from kvcr_actors.types import PageContext, PageKey, RequestId
 from kvcr_actors_kvcr import KvcrOptions, KvcrStore, RankGroup
 
 LAYERS, HEADS, HEAD_SIZE, BYTES, PAGE_TOKENS = 28, 8, 128, 2, 64

@@ -9,9 +9,8 @@ from collections.abc import Iterator
 
 from kvcr.types import BlockKey
 
-from kvcr_actors.core.keys import Namespace, router_key
-from kvcr_actors.errors import KeyFormatError
-from kvcr_actors.types import KEY_BYTES, PageKey
+from kvcr_actors import KeyFormatError, Namespace, PageKey, router_key
+from kvcr_actors.ports import KEY_BYTES
 
 _ROUTER_BYTES = 8
 _WHOLE = _ROUTER_BYTES + KEY_BYTES

@@ -12,9 +12,7 @@ from collections.abc import Collection, Iterator
 import attrs
 from kvcr.types import BlockKey
 
-from kvcr_actors.core.keys import Namespace
-from kvcr_actors.errors import ConfigError
-from kvcr_actors.types import CacheLayout, PageKey, TrailingPages
+from kvcr_actors import CacheLayout, ConfigError, Namespace, PageKey, TrailingPages
 from kvcr_actors_kvcr.block_keys import BlockKeyAdapter, bits, with_mask
 from kvcr_actors_kvcr.page_index import Block, PageIndex
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from time import monotonic
 
-from kvcr_actors.types import CacheLayout, PageKey, TrailingPages
+from kvcr_actors import CacheLayout, PageKey, TrailingPages
 from kvcr_actors_kvcr.block_keys import bits
 from kvcr_actors_kvcr.blocks import PageBlocks
 from kvcr_actors_kvcr.jobs import Steps

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from kvcr_actors.errors import ConfigError
+from kvcr_actors import ConfigError
 from kvcr_actors_kvcr.hints import parse_endpoint
 from kvcr_actors_kvcr.options import KvcrOptions
 

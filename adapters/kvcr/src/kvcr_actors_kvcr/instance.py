@@ -14,9 +14,8 @@ from kvcr.control_channels import ZmqPeerControlChannel
 from kvcr.policy import FIFOPolicy, G3FIFOPolicy, G3LRUPolicy, KVCachePolicy, LRUPolicy
 from kvcr.types import BlockKey, InventoryEvent, PinHandle, PinRequestId, PinResult
 
-from kvcr_actors.errors import ConfigError, StoreError
+from kvcr_actors import CacheLayout, ConfigError, StoreError
 from kvcr_actors.ports import HostMemory
-from kvcr_actors.types import CacheLayout
 from kvcr_actors_kvcr.block_keys import BlockKeyAdapter
 from kvcr_actors_kvcr.calm import calm_progress
 from kvcr_actors_kvcr.hints import parse_endpoint

@@ -8,7 +8,7 @@ from typing import Generic, TypeAlias, TypeVar
 import attrs
 from kvcr.types import BlockKey, OpEntryResult, OpHandle
 
-from kvcr_actors.runtime.operation import Operation
+from kvcr_actors.ports import Operation
 
 T = TypeVar("T")
 

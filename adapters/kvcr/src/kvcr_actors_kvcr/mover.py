@@ -8,9 +8,8 @@ from time import monotonic
 import structlog
 from kvcr.types import CacheTier
 
-from kvcr_actors.core.keys import router_key
+from kvcr_actors import CacheLayout, PageKey, router_key
 from kvcr_actors.ports import BatchOutcome, PageBatch, PageOutcome
-from kvcr_actors.types import CacheLayout, PageKey
 from kvcr_actors_kvcr.blocks import PageBlocks
 from kvcr_actors_kvcr.hints import FetchHint
 from kvcr_actors_kvcr.jobs import Steps

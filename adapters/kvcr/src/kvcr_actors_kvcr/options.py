@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import attrs
 
-from kvcr_actors.errors import ConfigError
-from kvcr_actors.stores.options import boolean, check_known
+from kvcr_actors import ConfigError
+from kvcr_actors.stores import boolean, check_known
 
 STORE = "kvcr"
 LOOPBACK = ("127.0.0.1", "localhost")

@@ -7,10 +7,9 @@ from collections.abc import Iterable, Sequence
 import attrs
 from kvcr.types import BlockKey, CacheTier, InventoryEvent
 
-from kvcr_actors.core.inventory import InventoryEvent as PageEvent
-from kvcr_actors.core.inventory import Ownership, TierCleared
-from kvcr_actors.stores.backend import removed_events, stored_events
-from kvcr_actors.types import PageKey, Tier
+from kvcr_actors import InventoryEvent as PageEvent
+from kvcr_actors import Ownership, PageKey, Tier, TierCleared
+from kvcr_actors.stores import removed_events, stored_events
 
 _TIERS = {CacheTier.LOCAL_G2: Tier.HOST, CacheTier.G3: Tier.STORE}
 """Where the runner's tiers lie: routers name a copy in memory as a source, one on a disk never."""

@@ -9,9 +9,8 @@ from functools import cache
 import attrs
 from kvcr.types import MemoryRef, RegionDescriptor
 
-from kvcr_actors.errors import ConfigError
+from kvcr_actors import NO_SLOT, CacheLayout, Components, ConfigError
 from kvcr_actors.ports import HostMemory
-from kvcr_actors.types import NO_SLOT, CacheLayout, Components
 from kvcr_actors_kvcr.block_keys import bits
 from kvcr_actors_kvcr.pool_memory import PoolMemory, address_of
 

@@ -6,7 +6,7 @@ import ctypes
 import errno
 import mmap
 
-from kvcr_actors.errors import StoreError
+from kvcr_actors import StoreError
 
 _MOVE = ctypes.memmove
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import attrs
 
-from kvcr_actors.errors import ConfigError
+from kvcr_actors import ConfigError
 from kvcr_actors_kvcr.endpoints import endpoint, group_ports
 
 

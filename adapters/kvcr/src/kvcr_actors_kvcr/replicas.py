@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from kvcr_actors.core.keys import router_key
+from kvcr_actors import PageKey, router_key
 from kvcr_actors.ports import PageBatch
-from kvcr_actors.types import PageKey
 from kvcr_actors_kvcr.hints import FetchHint
 from kvcr_actors_kvcr.page_layout import batch_mask
 

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import attrs
 from kvcr.types import BlockKey, ReleaseHandle
 
-from kvcr_actors.core.keys import router_key
-from kvcr_actors.types import PageKey, RequestId
+from kvcr_actors import PageKey, RequestId, router_key
 from kvcr_actors_kvcr.hints import FetchHint, HintRefusal, parse_hint
 from kvcr_actors_kvcr.options import KvcrOptions
 from kvcr_actors_kvcr.peers import Peers

@@ -17,9 +17,8 @@ import structlog
 from kvcr import KVCR
 from kvcr.types import OpHandle, TransferError
 
-from kvcr_actors.errors import DeadlineError, KvcrActorsError, StoreError
-from kvcr_actors.ports import Services
-from kvcr_actors.runtime.operation import Operation
+from kvcr_actors import DeadlineError, KvcrActorsError, StoreError
+from kvcr_actors.ports import Operation, Services
 from kvcr_actors_kvcr.jobs import Entries, Job
 from kvcr_actors_kvcr.quarantine import Quarantine
 from kvcr_actors_kvcr.settling import Settler

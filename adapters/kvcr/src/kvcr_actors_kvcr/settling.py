@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from kvcr_actors.ports import Services
-from kvcr_actors.runtime.operation import Operation
+from kvcr_actors.ports import Operation, Services
 
 
 class Settler:

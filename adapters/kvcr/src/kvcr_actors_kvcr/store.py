@@ -12,21 +12,19 @@ from typing import Any
 
 import attrs
 
-from kvcr_actors.core.keys import Namespace
-from kvcr_actors.errors import ConfigError, StoreError
+from kvcr_actors import CacheLayout, ConfigError, Namespace, PageKey, RequestId, StoreError
 from kvcr_actors.ports import (
     BatchOutcome,
     ClearOutcome,
     Description,
     HostMemory,
+    Operation,
     PageBatch,
     PageOutcome,
     Services,
     StoreTraits,
 )
-from kvcr_actors.runtime.operation import Operation
-from kvcr_actors.stores.alignments import Alignments
-from kvcr_actors.types import CacheLayout, PageKey, RequestId
+from kvcr_actors.stores import Alignments
 from kvcr_actors_kvcr.blocks import MOST_POOLS, PageBlocks
 from kvcr_actors_kvcr.confirming import Confirmer
 from kvcr_actors_kvcr.endpoints import own_endpoint

@@ -13,10 +13,8 @@ from typing import Any
 
 import anyio
 
-from kvcr_actors.core.keys import router_key
-from kvcr_actors.errors import DeadlineError
+from kvcr_actors import AllPages, CacheLayout, DeadlineError, PageKey, PoolSpec, TrailingPages, router_key
 from kvcr_actors.testing.store_driver import chain
-from kvcr_actors.types import AllPages, CacheLayout, PageKey, PoolSpec, TrailingPages
 from kvcr_actors_kvcr import FetchHint
 from tests.pairs import Side, side
 
