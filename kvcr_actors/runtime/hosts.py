@@ -44,14 +44,18 @@ class ThreadHost:
     def start(self, timeout_s: float) -> None:
         """Start the thread and wait until `main` has started.
 
-        Raises what `main` fails with before that; DeadlineError after `timeout_s`, and `main` is cancelled.
+        Raises what `main` fails with before that; DeadlineError after `timeout_s`. `main` is cancelled, and waited for,
+        when this does not return, whatever interrupts it.
         """
         self.check()
-        self._thread.start()
-        if not self._ready.wait(timeout_s):
-            self._program.ask_cancel()
-            self._wake()
-            self._thread.join(CANCEL_S)
+        try:
+            self._thread.start()
+            in_time = self._ready.wait(timeout_s)
+        except BaseException:
+            self._cancel()
+            raise
+        if not in_time:
+            self._cancel()
             raise DeadlineError(f"{self._program.name} did not start within {timeout_s:g} s")
         if not self._program.has_started:
             self._thread.join(CANCEL_S)
@@ -75,6 +79,12 @@ class ThreadHost:
             self._wake()
             raise DeadlineError(f"{self._program.name} did not end within {timeout_s:g} s")
         self._program.raise_failure()
+
+    def _cancel(self) -> None:
+        self._program.ask_cancel()
+        self._wake()
+        if self._thread.is_alive():
+            self._thread.join(CANCEL_S)
 
     def _wake(self) -> None:
         if self._access is None:  # the thread is not that far; `run` looks itself
@@ -131,6 +141,8 @@ class TaskHost:
                 await self._ready.wait()
         except BaseException:
             self._cancel()
+            with anyio.CancelScope(shield=True):
+                await self._wait_for_end(CANCEL_S)
             raise
         if not self._ready.is_set():
             self._cancel()

@@ -54,7 +54,8 @@ class InlineHost:
     def start(self, timeout_s: float) -> None:
         """Pump until `main` has started.
 
-        Raises what `main` fails with before that; DeadlineError after `timeout_s`, and `main` is cancelled.
+        Raises what `main` fails with before that; DeadlineError after `timeout_s`. `main` is cancelled, and waited for,
+        when this does not return, whatever interrupts it.
         """
         self._check()
         if self._task is not None:
@@ -65,6 +66,9 @@ class InlineHost:
         except DeadlineError:
             self._end(task)
             raise DeadlineError(f"{self._program.name} did not start within {timeout_s:g} s") from None
+        except BaseException:
+            self._end(task)
+            raise
         if not self._program.has_started:
             self._end(task)
             self._program.check_started()

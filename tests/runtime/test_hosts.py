@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -421,3 +422,51 @@ async def test_an_inline_host_inside_a_running_loop_is_refused_by_name():
     with pytest.raises(RuntimeError, match="use the task host"):
         host.pump()
     host._loop.close()
+
+
+class Opening:
+    """A program that opens something, and is interrupted by a signal to the process before it has started."""
+
+    def __init__(self) -> None:
+        self.is_open = False
+
+    async def main(self, started: Callable[[], None], stop: anyio.Event) -> None:
+        self.is_open = True
+        try:
+            threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+            await anyio.sleep_forever()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await anyio.sleep(0.05)
+            self.is_open = False
+
+
+@pytest.mark.parametrize("host", [ThreadHost, InlineHost])
+def test_a_start_that_is_interrupted_leaves_nothing(host: type[ThreadHost] | type[InlineHost]) -> None:
+    opening = Opening()
+    before = threading.active_count()
+    with pytest.raises(KeyboardInterrupt):
+        host(opening.main).start(WAIT_S)
+    assert not opening.is_open
+    assert threading.active_count() <= before
+
+
+@pytest.mark.anyio
+async def test_a_start_that_is_cancelled_leaves_nothing_on_the_loop() -> None:
+    is_open = False
+
+    async def main(started: Callable[[], None], stop: anyio.Event) -> None:
+        nonlocal is_open
+        is_open = True
+        try:
+            await anyio.sleep_forever()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await anyio.sleep(0.05)
+            is_open = False
+
+    host = TaskHost(main)
+    with anyio.move_on_after(0.05):
+        await host.start(WAIT_S)
+    assert not is_open
+    assert not host.is_running
