@@ -6,11 +6,12 @@ It says nothing of model, data type or rank, so that routers can compare it; a `
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 import attrs
 
@@ -144,6 +145,22 @@ class Namespace:
 
 FrameworkKeyT = TypeVar("FrameworkKeyT")
 
+RouterKey: TypeAlias = int | bytes | str
+"""What routers know a page by: a number of 64 bits, the whole key, or its hexadecimal digits."""
+
+
+class RouterForm(enum.StrEnum):
+    """How much of a page key routers are told, and how; it must be what the engine's own events say."""
+
+    FIRST_64 = "first_64"
+    """The first 64 bits, unsigned, see `router_key`: what Dynamo and SGLang speak of."""
+    LAST_64 = "last_64"
+    """The last 64 bits, unsigned: vLLM where its block hashes are numbers."""
+    WHOLE = "whole"
+    """The 32 bytes: vLLM where its block hashes are bytes."""
+    HEX = "hex"
+    """64 hexadecimal digits, lower case, for sinks of one's own; no dialect of ours has them."""
+
 
 class KeyAdapter(Protocol[FrameworkKeyT]):
     """Converts page keys to and from the keys of an engine (framework) and of a router."""
@@ -156,17 +173,28 @@ class KeyAdapter(Protocol[FrameworkKeyT]):
         """Return the page key of an engine's key; KeyFormatError if it is none."""
         ...
 
-    def encode_to_router(self, key: PageKey) -> int:
-        """Return the router's form of a page key, an unsigned 64-bit number."""
+    def encode_to_router(self, key: PageKey) -> RouterKey:
+        """Return the router's form of a page key: of one kind and, but for numbers, of one length for all keys."""
         ...
 
-    def decode_from_router(self, key: int) -> PageKey:
+    def decode_from_router(self, key: RouterKey) -> PageKey:
         """Return the page key of a router key, where that is possible; else KeyFormatError."""
         ...
 
 
+_TO_ROUTER: dict[RouterForm, Callable[[PageKey], RouterKey]] = {
+    RouterForm.FIRST_64: router_key,
+    RouterForm.LAST_64: lambda key: int.from_bytes(key[-8:], "big"),
+    RouterForm.WHOLE: lambda key: key,
+    RouterForm.HEX: lambda key: key.hex(),
+}
+
+
+@attrs.frozen
 class PageKeyAdapter:
-    """The default: engines that name a page by the 64 hexadecimal digits of its key."""
+    """The default: engines that name a page by the 64 hexadecimal digits of its key, and routers by `router_form`."""
+
+    router_form: RouterForm = RouterForm.FIRST_64
 
     def encode_to_framework(self, key: PageKey) -> str:
         """Return 64 hexadecimal digits, lower case."""
@@ -182,10 +210,16 @@ class PageKeyAdapter:
             raise KeyFormatError(f"framework key {key!r}: give {2 * KEY_BYTES} lower-case hexadecimal digits")
         return decoded
 
-    def encode_to_router(self, key: PageKey) -> int:
-        """Return the first 64 bits, see `router_key`."""
-        return router_key(key)
+    def encode_to_router(self, key: PageKey) -> RouterKey:
+        """Return the form chosen."""
+        return _TO_ROUTER[self.router_form](key)
 
-    def decode_from_router(self, key: int) -> PageKey:
-        """Raise KeyFormatError, always: a router key is a quarter of a page key."""
-        raise KeyFormatError(f"router key {key:#x} has no inverse: keep the page keys that it was made from")
+    def decode_from_router(self, key: RouterKey) -> PageKey:
+        """Return the page key of a whole or hexadecimal one; KeyFormatError for a number, a quarter of a page key."""
+        if isinstance(key, str):
+            return self.decode_from_framework(key)
+        if isinstance(key, int):
+            raise KeyFormatError(f"router key {key:#x} has no inverse: keep the page keys that it was made from")
+        if len(key) != KEY_BYTES:
+            raise KeyFormatError(f"router key {key!r} has {len(key)} bytes, not {KEY_BYTES}")
+        return key

@@ -16,12 +16,12 @@ from kvcr_actors.core.inventory import (
     Ownership,
     TierCleared,
 )
-from kvcr_actors.core.keys import router_key
 from kvcr_actors.core.ordering import leaves_first, parents_first
 from kvcr_actors.events.chain import Chain, Limits
 from kvcr_actors.events.children import ChildTable
 from kvcr_actors.events.contexts import ContextSource
-from kvcr_actors.events.wire import AllBlocksCleared, BlockRemoved, Dialect, WireEvent, WireHash
+from kvcr_actors.events.hashes import BlockHashes
+from kvcr_actors.events.wire import AllBlocksCleared, BlockRemoved, Dialect, WireEvent
 from kvcr_actors.types import PageKey, Tier
 
 _Parents = Mapping[PageKey, PageKey | None]
@@ -50,9 +50,10 @@ class Announcer:
     A device block whose parent a reader lacks is cut off there; it is stated again once the parent is.
     """
 
-    def __init__(self, dialect: Dialect, contexts: ContextSource, limits: Limits) -> None:
+    def __init__(self, dialect: Dialect, hashes: BlockHashes, contexts: ContextSource, limits: Limits) -> None:
         self.totals = AnnounceTotals()
         self._dialect = dialect
+        self._hashes = hashes
         self._contexts = contexts
         self._limits = limits
         self._silent: dict[Holding, dict[PageKey, PageKey | None]] = {
@@ -137,7 +138,7 @@ class Announcer:
 
     def _tell(self, chain: Chain, holding: Holding, pages: _Parents, held: _Parents) -> Iterator[WireEvent]:
         """Tell a chain as far as the wire can; note what a device block hangs from."""
-        event = chain.event(holding, self._dialect)
+        event = chain.event(holding, self._dialect, self._hashes)
         count = len(event.block_hashes)
         told, untold = chain.keys[:count], chain.keys[count:]
         self.totals.stored += count
@@ -196,7 +197,7 @@ class Announcer:
         self.totals.removed += len(told)
         size = self._limits.hashes
         for start in range(0, len(told), size):
-            hashes: list[WireHash] = [self._dialect.block_hash(router_key(key)) for key in told[start : start + size]]
+            hashes = [self._hashes.of(key) for key in told[start : start + size]]
             yield BlockRemoved(hashes, self._dialect.media[tier], self._dialect.owner(owner))
 
     def _cut(self, told: Sequence[PageKey], gone: _Parents, held: _Parents) -> None:

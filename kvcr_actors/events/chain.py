@@ -9,13 +9,12 @@ from typing import Final
 import attrs
 
 from kvcr_actors.core.inventory import Holding
-from kvcr_actors.core.keys import router_key
+from kvcr_actors.events.hashes import BlockHashes
 from kvcr_actors.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, Dialect, WireEvent
 from kvcr_actors.types import PageContext, PageKey
 
-HASH_BYTES: Final = 9
 EVENT_BYTES: Final = 512
-"""The most that msgpack takes for a hash, and for an event without its blocks, salt and adapter."""
+"""The most that msgpack takes for an event without its blocks, salt and adapter."""
 
 _TOKEN_BYTES = 5
 
@@ -26,11 +25,13 @@ class Limits:
 
     blocks: int
     bytes: int
+    hash_bytes: int
+    """The most that msgpack takes for one hash."""
 
     @property
     def hashes(self) -> int:
         """The most hashes of an event that has nothing else."""
-        return max(1, min(self.blocks, (self.bytes - EVENT_BYTES) // HASH_BYTES))
+        return max(1, min(self.blocks, (self.bytes - EVENT_BYTES) // self.hash_bytes))
 
 
 class Chain:
@@ -44,7 +45,7 @@ class Chain:
         self._context = context
         self._pieces: list[tuple[PageContext, int, int]] = []
         names = len((context.salt or "").encode()) + len((context.adapter or "").encode())
-        block = HASH_BYTES + _TOKEN_BYTES * context.page_tokens + 1
+        block = limits.hash_bytes + _TOKEN_BYTES * context.page_tokens + 1
         if context.adapter is not None:
             block += names + 8
         self._most = min(limits.blocks, (limits.bytes - EVENT_BYTES - 2 * names) // block)
@@ -76,15 +77,15 @@ class Chain:
                 return
         pieces.append((context, page, page + 1))
 
-    def event(self, holding: Holding, dialect: Dialect) -> BlockStored:
+    def event(self, holding: Holding, dialect: Dialect, hashes: BlockHashes) -> BlockStored:
         """Give the wire event, with as many of the blocks, from the first, as the wire can say; maybe none."""
         tier, owner = holding
         context = self._context
         tokens = self._tokens() if self._most > 0 else []
         count = len(tokens) // context.page_tokens
         return BlockStored(
-            block_hashes=[dialect.block_hash(router_key(key)) for key in self.keys[:count]],
-            parent_block_hash=None if self._parent is None else dialect.block_hash(router_key(self._parent)),
+            block_hashes=[hashes.of(key) for key in self.keys[:count]],
+            parent_block_hash=None if self._parent is None else hashes.of(self._parent),
             token_ids=tokens,
             block_size=context.page_tokens,
             lora_id=None,
@@ -131,18 +132,18 @@ def _extend(tokens: array[int], more: Sequence[int], count: int) -> bool:
     return True
 
 
-def measure(event: WireEvent) -> tuple[int, int]:
+def measure(event: WireEvent, hash_bytes: int) -> tuple[int, int]:
     """Count an event's blocks, and the most bytes that it takes."""
     match event:
         case BlockStored():
             blocks, names = len(event.block_hashes), 0
             for name in (event.lora_name, event.cache_salt):
                 names += len(name.encode()) if isinstance(name, str) else 0
-            size = EVENT_BYTES + HASH_BYTES * blocks + _TOKEN_BYTES * len(event.token_ids) + 2 * names
+            size = EVENT_BYTES + hash_bytes * blocks + _TOKEN_BYTES * len(event.token_ids) + 2 * names
             if event.extra_keys is not None:
                 size += blocks * (names + 8)
             return blocks, size
         case BlockRemoved():
-            return len(event.block_hashes), EVENT_BYTES + HASH_BYTES * len(event.block_hashes)
+            return len(event.block_hashes), EVENT_BYTES + hash_bytes * len(event.block_hashes)
         case AllBlocksCleared():
             return 0, EVENT_BYTES

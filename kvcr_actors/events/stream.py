@@ -11,10 +11,12 @@ import attrs
 
 from kvcr_actors.core.backlog import EventBacklog
 from kvcr_actors.core.inventory import InventoryEvent
+from kvcr_actors.core.keys import KeyAdapter, PageKeyAdapter
 from kvcr_actors.errors import ConfigError
 from kvcr_actors.events.announcer import Announcer
 from kvcr_actors.events.chain import EVENT_BYTES, Limits, measure
 from kvcr_actors.events.contexts import ContextSource
+from kvcr_actors.events.hashes import BlockHashes
 from kvcr_actors.events.wire import (
     MAX_BLOCKS,
     MAX_EVENTS,
@@ -66,7 +68,7 @@ class EventStream:
 
     It starts with a snapshot, so that what readers knew of an earlier publisher is cleared. `numbers` gives each
     batch its sequence number; what it raises, `next_message` raises, and nothing is lost. After what anything else
-    raises there, `begin_anew`.
+    raises there, `begin_anew`. `keys` says what readers know the pages by.
     """
 
     def __init__(
@@ -77,12 +79,16 @@ class EventStream:
         *,
         rank: int = 0,
         limits: StreamLimits | None = None,
+        keys: KeyAdapter[Any] | None = None,
     ) -> None:
         self.limits = limits or StreamLimits()
         self.backlog = EventBacklog(self.limits.backlog_changes)
         self.snapshots = 0
         self.batches = 0
-        self._announcer = Announcer(dialect, contexts, Limits(self.limits.blocks, self.limits.payload_bytes))
+        hashes = BlockHashes(dialect, keys or PageKeyAdapter())
+        self._hash_bytes = hashes.bytes
+        limit = Limits(self.limits.blocks, self.limits.payload_bytes, hashes.bytes)
+        self._announcer = Announcer(dialect, hashes, contexts, limit)
         self._numbers = numbers
         self._rank = rank
         self._pending: deque[WireEvent] = deque()
@@ -171,7 +177,7 @@ class EventStream:
         events: list[WireEvent] = []
         blocks = size = 0
         while (event := self._next_event(now)) is not None:
-            more_blocks, more_size = measure(event)
+            more_blocks, more_size = measure(event, self._hash_bytes)
             full = (
                 len(events) == self.limits.events
                 or blocks + more_blocks > self.limits.blocks

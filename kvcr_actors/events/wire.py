@@ -13,6 +13,7 @@ import attrs
 import msgspec
 
 from kvcr_actors.core.inventory import Ownership
+from kvcr_actors.core.keys import RouterKey
 from kvcr_actors.errors import ConfigError, EventFormatError
 from kvcr_actors.types import Tier
 
@@ -119,14 +120,23 @@ class Dialect:
     media: Mapping[Tier, str]
     signed_hashes: bool = False
     """64-bit hashes as signed numbers."""
+    byte_hashes: bool = False
+    """Whether hashes may be bytes instead of numbers."""
     extra_keys: bool = False
     """Whether salt and adapter travel as `extra_keys`, one entry a block."""
     ownership: bool = False
     """Whether blocks, and clears, can be said to be a store's own; without, such blocks are not told."""
 
-    def block_hash(self, router_key: int) -> int:
-        """Give a router key (64 bits, unsigned) in the dialect's form."""
-        return router_key - (1 << 64) if self.signed_hashes and router_key >> 63 else router_key
+    def block_hash(self, router_key: RouterKey) -> WireHash:
+        """Give a router key in the dialect's form; ConfigError for one that its readers do not take."""
+        if isinstance(router_key, int):
+            return router_key - (1 << 64) if self.signed_hashes and router_key >> 63 == 1 else router_key
+        if isinstance(router_key, bytes) and self.byte_hashes:
+            return router_key
+        raise ConfigError(
+            f"dialect {self.name}: its readers take no block hash such as {router_key!r}; give the first or last 64 "
+            "bits of the page key" + (", or the whole key as bytes" if self.byte_hashes else "")
+        )
 
     def owner(self, ownership: Ownership) -> str | None:
         """Give the wire's word for an owner."""
@@ -138,7 +148,7 @@ _CPU_AND_STORAGE = {Tier.DEVICE: "GPU", Tier.HOST: "CPU", Tier.STORE: "STORAGE"}
 DIALECTS: Final[Mapping[str, Dialect]] = {
     dialect.name: dialect
     for dialect in (
-        Dialect("vllm", _CPU_AND_STORAGE, extra_keys=True),
+        Dialect("vllm", _CPU_AND_STORAGE, byte_hashes=True, extra_keys=True),
         Dialect(
             "sglang",
             {Tier.DEVICE: "GPU", Tier.HOST: "CPU_PINNED", Tier.STORE: "DISK"},

@@ -13,6 +13,7 @@ import anyio
 import structlog
 
 from kvcr_actors.core.inventory import InventoryEvent
+from kvcr_actors.core.keys import KeyAdapter
 from kvcr_actors.errors import ConfigError, DeadlineError, EventEndpointError
 from kvcr_actors.events.config import EventsConfig
 from kvcr_actors.events.contexts import ContextSource
@@ -36,15 +37,22 @@ _RETRY_S: Final = 1.0
 class ZmqEventSink(RunningEventSink):
     """Publishes to routers (see `EventsConfig`). `publish` costs an append and, if the thread sleeps, a wake-up.
 
-    `contexts` knows the pages' tokens; a page that it does not know is not told. Events are lost to no one for good:
+    `contexts` knows the pages' tokens; a page that it does not know is not told. `keys` names pages as the engine's own
+    events do, by default by their first 64 bits; ConfigError if the dialect's readers do not take that form.
+    Events are lost to no one for good:
     what overflows is coalesced, then dropped oldest first, counted and repaired by a snapshot.
     """
 
-    def __init__(self, config: EventsConfig, contexts: ContextSource) -> None:
+    def __init__(self, config: EventsConfig, contexts: ContextSource, keys: KeyAdapter[Any] | None = None) -> None:
         self.config = config
         self._numbers = SequenceCounter(config.sequence_path)
         self._stream = EventStream(
-            config.wire, contexts, self._numbers.take, rank=config.data_parallel_rank, limits=config.limits
+            config.wire,
+            contexts,
+            self._numbers.take,
+            rank=config.data_parallel_rank,
+            limits=config.limits,
+            keys=keys,
         )
         self._intake = EventIntake(self._stream.backlog)
         # A SimpleQueue, because a put keeps the GIL: a native wake-up could cost the loop milliseconds to get it back.

@@ -16,6 +16,8 @@ from kvcr_actors.core.keys import (
     KeyAdapter,
     Namespace,
     PageKeyAdapter,
+    RouterForm,
+    RouterKey,
     chain_seed,
     layout_name,
     page_key,
@@ -220,6 +222,27 @@ def test_the_default_adapter_converts_both_ways_where_a_way_exists() -> None:
     assert adapter.encode_to_router(key) == router_key(key)
     with pytest.raises(KeyFormatError, match="has no inverse"):
         adapter.decode_from_router(router_key(key))
+
+
+def test_routers_are_told_the_form_chosen_and_whole_keys_come_back() -> None:
+    key = bytes(range(32))
+    forms: dict[RouterForm, RouterKey] = {
+        RouterForm.FIRST_64: 0x0001020304050607,
+        RouterForm.LAST_64: 0x18191A1B1C1D1E1F,
+        RouterForm.WHOLE: key,
+        RouterForm.HEX: key.hex(),
+    }
+    assert set(forms) == set(RouterForm)
+    for form, told in forms.items():
+        adapter = PageKeyAdapter(form)
+        assert adapter.encode_to_router(key) == told
+        if isinstance(told, int):
+            with pytest.raises(KeyFormatError, match="has no inverse"):
+                adapter.decode_from_router(told)
+        else:
+            assert adapter.decode_from_router(told) == key
+    with pytest.raises(KeyFormatError, match="has 8 bytes, not 32"):
+        PageKeyAdapter().decode_from_router(key[:8])
 
 
 @pytest.mark.parametrize("text", ["", "zz", CHAIN[0].upper(), CHAIN[0][:-2], " " + CHAIN[0]])

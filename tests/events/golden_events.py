@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from kvcr_actors.core.inventory import BlocksRemoved, BlocksStored, InventoryEvent, Ownership, TierCleared
-from kvcr_actors.core.keys import chain_seed, page_keys
+from kvcr_actors.core.keys import PageKeyAdapter, RouterForm, chain_seed, page_keys
 from kvcr_actors.events.contexts import ContextTable
 from kvcr_actors.events.stream import EventStream
 from kvcr_actors.events.wire import DIALECTS, decode_batch
@@ -23,6 +23,13 @@ FOLDER = Path(__file__).with_name("golden")
 SIZE = 4
 TOKENS = [1, 2, 3, 4, 151_643, 70_000, 65_535, 65_536, 2**31, 2**32 - 1, 0, 127, 128, 255, 256, 9]
 TIMESTAMP = 1_764_400_000.25
+FILES = {
+    **{f"{name}.json": (name, RouterForm.FIRST_64) for name in DIALECTS},
+    "vllm-whole.json": ("vllm", RouterForm.WHOLE),
+    "vllm-last_64.json": ("vllm", RouterForm.LAST_64),
+    "sglang-last_64.json": ("sglang", RouterForm.LAST_64),
+}
+"""Each dialect, and the forms of its readers' hashes beside the first 64 bits."""
 
 
 def _prompt(table: ContextTable, *, salt: str | None = None, adapter: str | None = None) -> tuple[PageKey, ...]:
@@ -35,12 +42,13 @@ def _stored(tier: Tier, keys: Sequence[PageKey], first: int, owner: Ownership = 
     return BlocksStored(tier, tuple(keys[first:]), (None, *keys)[first : len(keys)], owner)
 
 
-def payloads(dialect: str) -> list[bytes]:
+def payloads(dialect: str, form: RouterForm = RouterForm.FIRST_64) -> list[bytes]:
     """One batch an event, in an order that makes sense."""
     table = ContextTable()
     plain, salted, adapted = _prompt(table), _prompt(table, salt="tenant"), _prompt(table, adapter="style")
     both = _prompt(table, salt="tenant", adapter="style")
-    stream = EventStream(DIALECTS[dialect], table, count(1 << 40).__next__, rank=3)
+    keys = PageKeyAdapter(form)
+    stream = EventStream(DIALECTS[dialect], table, count(1 << 40).__next__, rank=3, keys=keys)
     events: list[InventoryEvent] = [_stored(tier, plain, 0) for tier in Tier]
     events += [_stored(Tier.DEVICE, keys, 0) for keys in (salted, adapted, both)]
     events += [BlocksRemoved(tier, plain[2:]) for tier in Tier]
@@ -54,15 +62,15 @@ def payloads(dialect: str) -> list[bytes]:
     return [*found, stream.heartbeat(TIMESTAMP)[1]]
 
 
-def document(dialect: str) -> str:
+def document(dialect: str, form: RouterForm = RouterForm.FIRST_64) -> str:
     """The payloads in hexadecimal, each with the events that must be read from it."""
     batches = [
         {"payload": payload.hex(), "events": msgspec.to_builtins(decode_batch(payload).events)}
-        for payload in payloads(dialect)
+        for payload in payloads(dialect, form)
     ]
     return json.dumps({"dialect": dialect, "timestamp": TIMESTAMP, "rank": 3, "batches": batches}, indent=1) + "\n"
 
 
 if __name__ == "__main__":
-    for name in DIALECTS:
-        (FOLDER / f"{name}.json").write_text(document(name))
+    for file, (name, hashes) in FILES.items():
+        (FOLDER / file).write_text(document(name, hashes))

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+from itertools import count
 
+import attrs
 import msgspec
 import pytest
 
+from kvcr_actors.core.inventory import BlocksRemoved, BlocksStored
+from kvcr_actors.core.keys import PageKeyAdapter, RouterForm, RouterKey, chain_seed, page_keys
 from kvcr_actors.errors import ConfigError, EventFormatError
+from kvcr_actors.events.contexts import ContextTable
+from kvcr_actors.events.stream import EventStream, StreamLimits
 from kvcr_actors.events.wire import (
     DIALECTS,
     MAX_PAYLOAD_BYTES,
     AllBlocksCleared,
+    BlockRemoved,
     BlockStored,
     decode_batch,
     decode_sequence,
@@ -19,13 +26,69 @@ from kvcr_actors.events.wire import (
     find_dialect,
     tier_of,
 )
-from kvcr_actors.types import Tier
-from tests.events.golden_events import FOLDER, document, payloads
+from kvcr_actors.types import PageContext, PageKey, Tier
+from tests.events.golden_events import FILES, FOLDER, SIZE, TOKENS, document, payloads
 
 
-@pytest.mark.parametrize("dialect", list(DIALECTS))
-def test_a_dialect_is_sent_as_it_was_agreed(dialect: str) -> None:
-    assert document(dialect) == (FOLDER / f"{dialect}.json").read_text()
+@pytest.mark.parametrize("file", list(FILES))
+def test_a_dialect_is_sent_as_it_was_agreed(file: str) -> None:
+    assert document(*FILES[file]) == (FOLDER / file).read_text()
+
+
+@pytest.mark.parametrize(("dialect", "form"), FILES.values())
+def test_blocks_and_parents_are_called_what_the_engine_calls_them(dialect: str, form: RouterForm) -> None:
+    keys = page_keys(TOKENS, SIZE, chain_seed(page_tokens=SIZE))
+    names = [PageKeyAdapter(form).encode_to_router(key) for key in keys]
+    if dialect == "sglang":
+        names = [int.from_bytes(name.to_bytes(8, "big"), "big", signed=True) for name in names if isinstance(name, int)]
+    events = [event for payload in payloads(dialect, form) for event in decode_batch(payload).events]
+    stored = next(event for event in events if isinstance(event, BlockStored))
+    removed = next(event for event in events if isinstance(event, BlockRemoved))
+    assert (stored.block_hashes, stored.parent_block_hash) == (names, None)
+    assert removed.block_hashes == names[:1:-1]
+    below = next(event for event in events if isinstance(event, BlockStored) and event.parent_block_hash is not None)
+    assert (below.parent_block_hash, below.block_hashes) == (names[1], names[2:])
+
+
+@attrs.frozen
+class _Names(PageKeyAdapter):
+    """Calls every page the same."""
+
+    name: RouterKey = 0
+
+    def encode_to_router(self, key: PageKey) -> RouterKey:
+        del key
+        return self.name
+
+
+@pytest.mark.parametrize(
+    ("dialect", "name", "words"),
+    [
+        ("sglang", b"k" * 32, "dialect sglang: its readers take no block hash such as b'k"),
+        ("dynamo", b"k" * 32, "dialect dynamo: .* give the first or last 64 bits of the page key$"),
+        ("vllm", "k" * 64, "dialect vllm: .* or the whole key as bytes"),
+        ("vllm", 1 << 64, "dialect vllm: router keys must have 64 bits"),
+    ],
+)
+def test_a_form_that_the_readers_do_not_take_is_refused_at_once(dialect: str, name: RouterKey, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        EventStream(DIALECTS[dialect], ContextTable(), count().__next__, keys=_Names(name=name))
+
+
+def test_long_names_are_cut_into_messages_within_the_limit() -> None:
+    table, keys = ContextTable(), page_keys(range(4_000), 1, chain_seed())
+    table.note(keys, PageContext(range(4_000), 1))
+    limits = StreamLimits(payload_bytes=2_048)
+    for form in (RouterForm.LAST_64, RouterForm.WHOLE):
+        stream = EventStream(DIALECTS["vllm"], table, count().__next__, limits=limits, keys=PageKeyAdapter(form))
+        stream.push([BlocksStored(Tier.HOST, keys, (None, *keys[:-1])), BlocksRemoved(Tier.HOST, keys[::-1])])
+        told = 0
+        while (message := stream.next_message(0.0, 0.0)) is not None:
+            assert len(message[1]) <= limits.payload_bytes
+            for event in decode_batch(message[1]).events:
+                if isinstance(event, BlockStored | BlockRemoved):
+                    told += len(event.block_hashes)
+        assert told == 8_000
 
 
 @pytest.mark.parametrize(("dialect", "signed"), [("vllm", False), ("sglang", True), ("dynamo", False)])

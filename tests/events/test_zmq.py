@@ -18,7 +18,7 @@ import structlog
 import zmq
 
 from kvcr_actors.core.inventory import BlocksRemoved, BlocksStored, InventoryEvent
-from kvcr_actors.core.keys import chain_seed, page_keys, router_key
+from kvcr_actors.core.keys import KeyAdapter, PageKeyAdapter, RouterForm, chain_seed, page_keys, router_key
 from kvcr_actors.errors import ConfigError, DeadlineError, EventEndpointError
 from kvcr_actors.events import sequence
 from kvcr_actors.events.config import EventsConfig
@@ -61,9 +61,9 @@ def free_port() -> int:
 
 
 @asynccontextmanager
-async def publishing(config: EventsConfig) -> AsyncGenerator[ZmqEventSink]:
+async def publishing(config: EventsConfig, keys: KeyAdapter[Any] | None = None) -> AsyncGenerator[ZmqEventSink]:
     async with open_services() as services:
-        sink = ZmqEventSink(config, CONTEXTS)
+        sink = ZmqEventSink(config, CONTEXTS, keys)
         await sink.open(services)
         try:
             yield sink
@@ -93,6 +93,23 @@ async def follow(
 
 def holds(*hashes: int) -> Callable[[StreamFollower], bool]:
     return lambda follower: follower.index.keys(Tier.HOST) == set(hashes) and not follower.in_doubt
+
+
+@pytest.mark.parametrize("form", [RouterForm.WHOLE, RouterForm.LAST_64])
+async def test_pages_are_called_what_the_engine_calls_them(tmp_path: Path, form: RouterForm) -> None:
+    config = config_at(tmp_path, dialect="vllm")
+    names = PageKeyAdapter(form)
+    async with publishing(config, names) as sink:
+        sink.publish([stored(0, 40)])
+        sink.publish([removed(KEYS[30:40])])
+        expected = frozenset(map(names.encode_to_router, KEYS[:30]))
+        follower = await follow(config, lambda follower: follower.index.keys(Tier.HOST) == expected)
+    assert follower.index.keys(Tier.HOST) == expected
+
+
+async def test_a_form_that_the_dialects_readers_do_not_take_is_refused_when_the_sink_is_made(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="dialect dynamo: its readers take no block hash such as b'"):
+        ZmqEventSink(config_at(tmp_path), CONTEXTS, PageKeyAdapter(RouterForm.WHOLE))
 
 
 async def test_a_reader_that_joins_late_asks_for_what_it_missed(tmp_path: Path) -> None:
