@@ -15,6 +15,7 @@ from typing import Final, NoReturn
 
 from cyclopts import App, CycloptsError
 
+from kvcr_actors.cli.doctor_command import doctor
 from kvcr_actors.cli.events_command import events
 from kvcr_actors.cli.replay_command import replay
 from kvcr_actors.cli.simulate_command import simulate
@@ -40,6 +41,7 @@ app = App(
 app.command(replay)
 app.command(events)
 app.command(simulate)
+app.command(doctor)
 
 
 class _Terminated(KeyboardInterrupt):
