@@ -451,3 +451,30 @@ async def test_events_of_a_store_that_was_exchanged_are_heard_no_more() -> None:
         await member.back_up(member.node(2, B))
         await member.controller.wait_quiet(60)
         assert (index.keys(Tier.STORE), index.anomalies) == (frozenset(B), 0)
+
+
+@virtual
+async def test_orders_of_before_that_wait_in_their_inboxes_end_with_a_reset_that_overtakes_them() -> None:
+    async with ResetRig(store_pages=None).running() as rig:
+        await rig.back_up(rig.node(B))
+        await rig.prefetched("ready", B)
+        old = rig.give_step(rig.node(A))
+        rig.give_prefetch("asked", B)
+        ids = rig.give_restore("ready", 3)
+        rig.give_reset(clear=False)
+        rig.assembly.resets.begin()  # as if the loop took the reset first
+        new = rig.give_step(rig.new_node(A))
+        first, second = await rig.ack(old), await rig.ack(new)
+        assert first is not None
+        assert second is not None
+        assert first.failed == ((2, SkipReason.RESET),)
+        assert second.node_ids == (3,)
+        for request_id in ("asked", "ready"):
+            answer = await rig.reply(request_id)
+            assert isinstance(answer, PrefetchCancelled), request_id
+            assert answer.account.reasons == {MissReason.RESET: 3}
+        await rig.finished()
+        await rig.assert_new("new", A)
+        assert rig.device.gather(0, list(ids)) != b"".join(page_bytes(key, 0) for key in B)
+        await rig.quiet()
+        rig.check()
