@@ -18,6 +18,7 @@ from kvcr_actors.config import ControllerConfig
 from kvcr_actors.core.inventory import InventoryEvent
 from kvcr_actors.core.ledger import ClaimLedger
 from kvcr_actors.core.stats import ControllerStats
+from kvcr_actors.core.values import check_request_id, checked_seconds, named
 from kvcr_actors.errors import ControllerClosedError, DeadlineError, InvalidNodeError
 from kvcr_actors.events.contexts import ContextTable
 from kvcr_actors.messages import (
@@ -98,7 +99,7 @@ class AsyncController:
 
     async def start(self, timeout_s: float = 60.0) -> AsyncController:
         """Open device and store and start the actors; raises what keeps them from starting."""
-        await self._host.start(timeout_s)
+        await self._host.start(checked_seconds("timeout_s", timeout_s))
         return self
 
     async def close(self, timeout_s: float | None = None) -> None:
@@ -108,8 +109,9 @@ class AsyncController:
         may then write host memory and device pages later. If it returns, nothing writes any memory. The default timeout
         is as long as the configured budgets together.
         """
+        budget_s = self._assembly.close_budget_s if timeout_s is None else checked_seconds("timeout_s", timeout_s)
         try:
-            await self._host.stop(self._assembly.close_budget_s if timeout_s is None else timeout_s)
+            await self._host.stop(budget_s)
         except DeadlineError as error:
             raise self._assembly.explained(error) from error.__cause__
 
@@ -120,7 +122,7 @@ class AsyncController:
 
         The ack of a caller that is cancelled meanwhile, or runs out of time, goes to `unclaimed_acks`.
         """
-        self._check_running()
+        self._check_wait(timeout_s)
         self._desk.write_all(nodes)
         step = self._desk.flush_pending_backups(fence)
         if step is None:
@@ -136,8 +138,9 @@ class AsyncController:
 
         A caller that is cancelled meanwhile, or runs out of time, cancels the prefetch.
         """
-        self._check_running()
-        what = f"the prefetch of {request.request_id}"
+        self._check_wait(timeout_s)
+        self._desk.check_order(request, PrefetchRequest)
+        what = f"the prefetch of {named(request.request_id)}"
         if ("request", request.request_id) in self._waiters or request.request_id in self._ready:
             raise InvalidNodeError(f"{what} is awaited already, or stands ready; use another request id")
         if request.request_id in self._left_restores:
@@ -165,8 +168,9 @@ class AsyncController:
         How a prefix expired is told for another `claim_lifetime_s`; after that it holds nothing.
         Past a DeadlineError the copy may still write to the device pages: do not reuse them.
         """
-        self._check_running()
-        what = f"the restore of {order.request_id}"
+        self._check_wait(timeout_s)
+        self._desk.check_order(order, RestoreOrder)
+        what = f"the restore of {named(order.request_id)}"
         if (expired := self._expired.pop(order.request_id, None)) is not None:
             return expired[1]
         if order.request_id not in self._ready:
@@ -185,10 +189,14 @@ class AsyncController:
 
         DeadlineError after `timeout_s`; ControllerClosedError if the controller ended before.
         """
+        self._desk.check_process()
+        checked_seconds("timeout_s", timeout_s)
         await self._assembly.restores.wait_async(self._desk.restore_steps, timeout_s)
 
     def cancel(self, request_id: RequestId) -> None:
         """End a prefetch, wherever it stands."""
+        self._desk.check_process()
+        check_request_id(request_id)
         if request_id in self._ready:
             self._ready.remove(request_id)
             self._left[request_id] += 1
@@ -208,7 +216,7 @@ class AsyncController:
 
     async def wait_quiet(self, timeout_s: float = 60.0) -> None:
         """Wait until every actor has handled all that was handed over."""
-        self._check_running()
+        self._check_wait(timeout_s)
         with anyio.move_on_after(timeout_s):
             await self._assembly.wait_quiet()
             return
@@ -220,7 +228,7 @@ class AsyncController:
         If its namespace is another than that of the store before, host memory is forgotten first, as by a `reset`.
         Raises what the store refuses with, ConfigError if one is attached, or DeadlineError.
         """
-        self._check_running()
+        self._check_wait(timeout_s)
         if self._assembly.slot.is_foreign(store):
             self._desk.forget()
         with anyio.move_on_after(timeout_s):
@@ -231,7 +239,7 @@ class AsyncController:
 
     async def detach_store(self, timeout_s: float = 60.0) -> None:
         """Use the store no more, let what is in flight end, and close it; serving goes on. Without a store: nothing."""
-        self._check_running()
+        self._check_wait(timeout_s)
         with anyio.move_on_after(timeout_s):
             await self._assembly.slot.detach(self.config.drain_budget_s)
             return
@@ -239,7 +247,7 @@ class AsyncController:
 
     async def checkpoint(self, label: str, timeout_s: float = 300.0) -> None:
         """Bring every page of host memory to the store, or raise CheckpointError. Every rank gives the same label."""
-        self._check_running()
+        self._check_wait(timeout_s)
         with anyio.move_on_after(timeout_s):
             await self._assembly.slot.checkpoint(label)
             return
@@ -374,7 +382,13 @@ class AsyncController:
         self._check_running()
         raise DeadlineError(f"{what} did not come within {timeout_s:g} s")
 
+    def _check_wait(self, timeout_s: float) -> None:
+        """Before anything is asked: ConfigError for a time that is none, else as `_check_running`."""
+        checked_seconds("timeout_s", timeout_s)
+        self._check_running()
+
     def _check_running(self) -> None:
+        self._desk.check_process()
         if self._failure is not None or not self._host.is_running:
             raise ControllerClosedError(f"the controller does not run: {self._failure or 'start it first'}")
 

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import attrs
 
+from kvcr_actors.core.values import checked_seconds
 from kvcr_actors.errors import ConfigError
 from kvcr_actors.types import StopPolicy
 
@@ -17,7 +18,7 @@ def _check_pages(config: object, field: attrs.Attribute[int], value: object) -> 
 
 
 def _check_seconds(config: object, field: attrs.Attribute[float], value: object) -> None:
-    if type(value) not in (int, float) or not cast("float", value) > 0:
+    if checked_seconds(field.name, value) <= 0:
         raise ConfigError(f"{field.name}: {value!r} is not a number above 0")
 
 

@@ -13,6 +13,7 @@ from kvcr_actors.config import ControllerConfig
 from kvcr_actors.core.inventory import InventoryEvent
 from kvcr_actors.core.ledger import ClaimLedger
 from kvcr_actors.core.stats import ControllerStats
+from kvcr_actors.core.values import checked_seconds
 from kvcr_actors.errors import ConfigError, DeadlineError
 from kvcr_actors.events.contexts import ContextTable
 from kvcr_actors.messages import BackupAck, Completion
@@ -77,7 +78,7 @@ class CacheController:
 
     def start(self, timeout_s: float = 60.0) -> CacheController:
         """Open device and store and start the actors; raises what keeps them from starting."""
-        self._host.start(timeout_s)
+        self._host.start(checked_seconds("timeout_s", timeout_s))
         return self
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -87,8 +88,9 @@ class CacheController:
         may then write host memory and device pages later. If it returns, nothing writes any memory. A timeout cuts the
         drain short; the default is as long as the configured budgets together.
         """
+        budget_s = self._assembly.close_budget_s if timeout_s is None else checked_seconds("timeout_s", timeout_s)
         try:
-            self._host.stop(self._assembly.close_budget_s if timeout_s is None else timeout_s)
+            self._host.stop(budget_s)
         except DeadlineError as error:
             raise self._assembly.explained(error) from error.__cause__
 
@@ -123,12 +125,14 @@ class CacheController:
     def take(self) -> list[Completion]:
         """Everything that completed since the last call; never waits."""
         if self._set_aside:
+            self._desk.check_process()
             aside, self._set_aside = self._set_aside, []
             return [*aside, *self._desk.take()]
         return self._desk.take()
 
     def wait(self, timeout_s: float) -> bool:
         """For an idle engine: block until a completion can be taken, or the timeout; True if one can."""
+        self._check_wait(timeout_s)
         if self._set_aside:
             return True
         if isinstance(self._host, InlineHost):
@@ -142,6 +146,7 @@ class CacheController:
         nothing is not waited for: its completion tells. DeadlineError after `timeout_s`; ControllerClosedError if the
         controller ended before.
         """
+        self._check_wait(timeout_s)
         restores, number = self._assembly.restores, self._desk.restore_steps
         if isinstance(self._host, InlineHost):
             self._pump_until(lambda: restores.settles(number), timeout_s)
@@ -156,6 +161,7 @@ class CacheController:
 
         What is queued is flushed first, as a step of its own. DeadlineError names the step that did not end in time.
         """
+        self._check_wait(timeout_s)
         self.flush_pending_backups(fence)
         self._desk.write_all(nodes)
         step = self.flush_pending_backups(fence)
@@ -185,6 +191,7 @@ class CacheController:
 
         ControllerClosedError if the controller failed.
         """
+        self._check_wait(timeout_s)
         self._answer("to be quiet", timeout_s, self._assembly.questions.run(self._assembly.wait_quiet))
 
     def attach_store(self, store: Store, timeout_s: float = 60.0) -> None:
@@ -231,6 +238,7 @@ class CacheController:
 
     def describe(self, timeout_s: float = 5.0) -> dict[str, Any]:
         """Every actor, inbox and open claim, the tiers and the ports, as they are now."""
+        self._check_wait(timeout_s)
         if not self._host.is_running:
             return self._assembly.describe()
         return self._answer("to describe itself", timeout_s, self._assembly.questions.ask(self._assembly.describe))
@@ -242,6 +250,7 @@ class CacheController:
 
     def host_contents(self, timeout_s: float = 30.0) -> frozenset[PageKey]:
         """The keys that stand ready in host memory, for checks and tools; costs time in proportion."""
+        self._check_wait(timeout_s)
         if not self._host.is_running:
             return self._assembly.host.contents()
         return self._answer(
@@ -252,6 +261,11 @@ class CacheController:
     def stats(self) -> ControllerStats:
         """All counters, in a copy: those of the loop and those of this thread."""
         return self._assembly.stats.merged(self._desk.stats)
+
+    def _check_wait(self, timeout_s: float) -> None:
+        """Before anything is asked: RuntimeError in a forked child, ConfigError for a time that is none."""
+        self._desk.check_process()
+        checked_seconds("timeout_s", timeout_s)
 
     def _wait_outbox(self, timeout_s: float) -> bool:
         if isinstance(self._host, InlineHost):
@@ -270,6 +284,7 @@ class CacheController:
 
     def _on_slot(self, what: str, timeout_s: float, task: Callable[[StoreSlot], Awaitable[T]]) -> T:
         """Run a task about the store on the loop, and wait for its end."""
+        self._check_wait(timeout_s)
         return self._answer(what, timeout_s, self._assembly.questions.run(lambda: task(self._assembly.slot)))
 
     def _answer(self, what: str, timeout_s: float, answer: Future[T]) -> T:

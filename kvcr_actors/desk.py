@@ -1,19 +1,26 @@
 """The engine's side of the hand-off: what its scheduler thread does, and nothing else.
 
 A step appends to lists, posts one message an actor and rings one bell, last. No lock is waited for, no future made, no
-tensor touched; a node costs one append.
+tensor touched; a node costs one check and one append.
+
+Orders check themselves where they are made; here it is checked that they are orders, of the layout's pools. A process
+that is forked from the engine's has a copy of the desk and none of the threads behind it: there every method refuses.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import NoReturn
+from weakref import WeakSet
 
 from kvcr_actors.actors.state import Inboxes
 from kvcr_actors.core.accounting import PrefixOutcome, RequestAccount, settle
-from kvcr_actors.core.inventory import InventoryEvent
+from kvcr_actors.core.inventory import InventoryEvent, check_event
 from kvcr_actors.core.rounds import first_agreement, step_operation
 from kvcr_actors.core.stats import ControllerStats
+from kvcr_actors.core.values import check_request_id, named, shown
 from kvcr_actors.errors import ConfigError, InboxClosedError, InboxFullError, InvalidNodeError
 from kvcr_actors.events.feed import EventFeed
 from kvcr_actors.messages import (
@@ -30,6 +37,7 @@ from kvcr_actors.messages import (
 )
 from kvcr_actors.ports import OperationId, Store
 from kvcr_actors.runtime.outbox import Outbox
+from kvcr_actors.runtime.program import PROGRAM_NAME, wrong_process
 from kvcr_actors.types import BackupNode, MissReason, PrefetchRequest, RequestId, RestoreOrder, SkipReason
 
 
@@ -60,8 +68,8 @@ class EngineDesk:
         self._ring_later = ring_later
         self._feed = feed
         self._pools = pools
-        # Ranks open each other's operations, also those of which they have nothing.
-        self._host_on = host_on or join_without is not None
+        self._host_on = host_on
+        self._process = os.getpid()
         self._join_without = join_without
         self._store_on = store_on
         self._give_reset = give_reset
@@ -79,25 +87,39 @@ class EngineDesk:
         self._events: list[InventoryEvent] = []
         self._has_orders = False
         self.stats = ControllerStats()
+        _desks.add(self)
+
+    def disown(self) -> None:
+        """Refuse every order from now on: this is a copy in a forked child. No layout has so many pools."""
+        self._pools = _DISOWNED
+
+    def check_process(self) -> None:
+        """RuntimeError in a forked child."""
+        if self._pools == _DISOWNED:
+            raise wrong_process(PROGRAM_NAME, self._process)
+
+    def check_order(self, order: object, kind: type) -> None:
+        """InvalidNodeError for what is no order of a kind; RuntimeError in a forked child."""
+        self.check_process()
+        if type(order) is not kind:
+            raise InvalidNodeError(f"{shown(order)} is a {type(order).__name__}; give a {kind.__name__}")
 
     def write(self, node: BackupNode, flush: bool = True) -> None:
-        """Queue a node for the step's one submit; with `flush` the step ends here. InvalidNodeError for wrong pools."""
-        if len(node.pages) != self._pools:
-            raise InvalidNodeError(f"node {node.node_id} lists {len(node.pages)} pools; the layout has {self._pools}")
-        if self._host_on:
-            self._nodes.append(node)
+        """Queue a node for the step's one submit; with `flush` the step ends here. InvalidNodeError: it is none."""
+        if type(node) is not BackupNode or len(node.pages) != self._pools:
+            self._refuse_node(node)
+        self._nodes.append(node)
         if flush:
             self.flush_pending_backups()
 
     def write_all(self, nodes: Sequence[BackupNode]) -> None:
-        """Queue nodes for the step's one submit; InvalidNodeError for wrong pools of any, and none is queued."""
+        """Queue nodes for the step's one submit; InvalidNodeError if one is none, and none is queued."""
+        if not isinstance(nodes, list | tuple):
+            self._refuse_node(nodes)
         for node in nodes:
-            if len(node.pages) != self._pools:
-                raise InvalidNodeError(
-                    f"node {node.node_id} lists {len(node.pages)} pools; the layout has {self._pools}"
-                )
-        if self._host_on:
-            self._nodes.extend(nodes)
+            if type(node) is not BackupNode or len(node.pages) != self._pools:
+                self._refuse_node(node)
+        self._nodes.extend(nodes)
 
     def flush_pending_backups(self, fence: object | None = None) -> int | None:
         """End the step: hand over everything queued, with the fence that its copies must wait for on the device.
@@ -106,14 +128,12 @@ class EngineDesk:
         nothing.
         """
         step = None
+        if self._pools == _DISOWNED:
+            self.check_process()
         if self._nodes:
             step = self._step = self._step + 1
             nodes, self._nodes = self._nodes, []
-            stale, self._stale = self._stale, 0
-            try:
-                self._inboxes.backup.post(BackUpStep(step, nodes, fence, self._resets, stale))
-            except (InboxFullError, InboxClosedError) as refusal:
-                self._refuse_nodes(step, nodes, refusal)
+            self._hand_over_nodes(step, nodes, fence)
         elif not self._has_orders:
             return None
         if self._requests or self._orders or self._cancels or self._stops:
@@ -127,6 +147,7 @@ class EngineDesk:
 
     def prefetch(self, request: PrefetchRequest) -> None:
         """Queue a prefetch; it leaves with the end of the step."""
+        self.check_order(request, PrefetchRequest)
         if self._join_without is not None and not isinstance(request.request_id, str | int | bytes):
             raise InvalidNodeError(f"request {request.request_id!r}: ranks can agree on a str, int or bytes only")
         self._requests.append(request)
@@ -138,15 +159,17 @@ class EngineDesk:
         InvalidNodeError for wrong pools. One of a request that holds nothing is ignored: that request was answered
         with how it ended, or never ordered.
         """
+        self.check_order(order, RestoreOrder)
         if len(order.pages) != self._pools:
             raise InvalidNodeError(
-                f"restore of {order.request_id} lists {len(order.pages)} pools; the layout has {self._pools}"
+                f"restore of {named(order.request_id)} lists {len(order.pages)} pools; the layout has {self._pools}"
             )
         self._orders.append(order)
         self._has_orders = True
 
     def cancel(self, request_id: RequestId) -> None:
         """Queue the end of a prefetch, wherever it stands; one of this same step ends here."""
+        self._check_id(request_id)
         self._cancels.append(request_id)
         self._has_orders = True
         for request in self._requests:
@@ -160,25 +183,28 @@ class EngineDesk:
 
     def stop_prefetch(self, request_id: RequestId) -> None:
         """Queue the end of a search: the request does with what has arrived, unless its policy is to wait."""
+        self._check_id(request_id)
         self._stops.append(request_id)
         self._has_orders = True
 
     def reset(self, label: RequestId, *, clear: bool, store: Store | None, attached: Store | None) -> None:
         """Hand over a reset, at once: it ends what is queued here as well. ConfigError says what it must say."""
+        self.check_process()
         if self._join_without is not None and not isinstance(label, str | int | bytes):
             raise ConfigError(f"reset {label!r}: ranks can agree on a str, int or bytes only")
         if label is None:
             raise ConfigError("reset: give it a label, by which its ResetFinished is known")
+        check_request_id(label, "label")
         if attached is not None and not clear:
             if store is None:
                 raise ConfigError(
-                    f"reset {label}: store {attached.name} holds pages of before; say clear=True to empty it, or give "
-                    "the store that takes its place (detach_store before the reset leaves none)"
+                    f"reset {named(label)}: store {attached.name} holds pages of before; say clear=True to empty it, "
+                    "or give the store that takes its place (detach_store before the reset leaves none)"
                 )
             if attached.traits.namespace and attached.traits.namespace == store.traits.namespace:
                 raise ConfigError(
-                    f"reset {label}: store {store.name} has the namespace of the pages to be forgotten; give it a new "
-                    "one, or say clear=True"
+                    f"reset {named(label)}: store {store.name} has the namespace of the pages to be forgotten; give it "
+                    "a new one, or say clear=True"
                 )
         self.forget(label, clear=clear, store=store)
 
@@ -195,12 +221,41 @@ class EngineDesk:
 
     def publish(self, events: Sequence[InventoryEvent]) -> None:
         """Queue inventory events of the engine's own tier; they leave with the end of the step, in order."""
+        self.check_process()
+        if not isinstance(events, list | tuple):
+            raise InvalidNodeError(f"events: {shown(events)} is not a list or tuple of inventory events")
+        for event in events:
+            check_event(event)
         self._events.extend(events)
         self._has_orders = True
 
     def take(self) -> list[Completion]:
         """Everything that completed since the last call; never waits."""
+        self.check_process()
         return self._outbox.take()
+
+    def _check_id(self, request_id: object) -> None:
+        self.check_process()
+        check_request_id(request_id)
+
+    def _refuse_node(self, node: object) -> NoReturn:
+        """Raise what is wrong with what was given for a node, or for nodes."""
+        self.check_process()
+        if type(node) is not BackupNode:
+            raise InvalidNodeError(f"{shown(node)} is a {type(node).__name__}; give a BackupNode, or a list of them")
+        raise InvalidNodeError(f"node {node.node_id} lists {len(node.pages)} pools; the layout has {self._pools}")
+
+    def _hand_over_nodes(self, step: int, nodes: list[BackupNode], fence: object | None) -> None:
+        stale, self._stale = self._stale, 0
+        if not self._host_on:
+            self._refuse_nodes(step, nodes, SkipReason.TIER_OFF)
+            return
+        try:
+            self._inboxes.backup.post(BackUpStep(step, nodes, fence, self._resets, stale))
+        except InboxFullError:
+            self._refuse_nodes(step, nodes, SkipReason.QUEUE_FULL)
+        except InboxClosedError:
+            self._refuse_nodes(step, nodes, SkipReason.STOPPED)
 
     def _hand_over_orders(self, fence: object | None) -> None:
         self._has_orders = False
@@ -243,11 +298,9 @@ class EngineDesk:
         if not self._feed.post(events):
             self.stats.events_dropped += len(events)
 
-    def _refuse_nodes(self, step: int, nodes: Sequence[BackupNode], refusal: Exception) -> None:
+    def _refuse_nodes(self, step: int, nodes: Sequence[BackupNode], reason: SkipReason) -> None:
         if self._join_without is not None:
             self._join_without([step_operation(node.node_id for node in nodes)])
-        full = isinstance(refusal, InboxFullError)
-        reason = SkipReason.QUEUE_FULL if full else SkipReason.STOPPED
         self.stats.backup.skipped[reason] += len(nodes)
         self._outbox.deliver((BackupAck(step, (), tuple((node.node_id, reason) for node in nodes)),))
 
@@ -275,3 +328,15 @@ class EngineDesk:
         )
         self.stats.settle(account)
         return account
+
+
+_DISOWNED = -1
+_desks: WeakSet[EngineDesk] = WeakSet()
+
+
+def _disown_desks() -> None:
+    for desk in _desks:
+        desk.disown()
+
+
+os.register_at_fork(after_in_child=_disown_desks)

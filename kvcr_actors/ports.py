@@ -136,7 +136,7 @@ class Device(Protocol):
         ...
 
     def pages_of(self, pool: int) -> int:
-        """Pages of one of the engine's pools."""
+        """Pages of one of the engine's pools; an order that names one beyond them fails alone."""
         ...
 
     async def open(self, services: Services) -> None:

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Hashable, Sequence
-from typing import TypeAlias
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias, cast
 
 import attrs
 
+from kvcr_actors.core.values import KEY_BYTES as KEY_BYTES
+from kvcr_actors.core.values import NO_SLOT as NO_SLOT
+from kvcr_actors.core.values import Components as Components
+from kvcr_actors.core.values import NodeId as NodeId
+from kvcr_actors.core.values import PageKey as PageKey
+from kvcr_actors.core.values import PageList as PageList
+from kvcr_actors.core.values import RequestId as RequestId
+from kvcr_actors.core.values import (
+    check_count,
+    check_key,
+    check_node_id,
+    check_request_id,
+    checked_components,
+    checked_keys,
+    checked_tokens,
+    named,
+    shown,
+)
 from kvcr_actors.errors import ConfigError, InvalidNodeError
-
-PageKey: TypeAlias = bytes
-"""A page's name: 32 bytes, chained from the root (see `core.keys`)."""
-
-KEY_BYTES = 32
-
-RequestId: TypeAlias = Hashable
-NodeId: TypeAlias = int
-
-NO_SLOT = -1
-"""In a component list: this pool keeps nothing for that page."""
 
 
 class Tier(enum.StrEnum):
@@ -150,28 +157,21 @@ class CacheLayout:
         return sum(pool.page_bytes for pool in self.pools)
 
 
-Components: TypeAlias = tuple[Sequence[int], ...]
-"""For each pool of the layout, one device page (or host slot) a page, `NO_SLOT` where the pool keeps nothing."""
+def _pages(pages: Iterable[PageList]) -> Components:
+    """For the type checker: `__attrs_post_init__` checks and copies, in words that name the order."""
+    return cast("Components", pages)
 
 
-def _check_components(what: str, count: int, components: Components) -> None:
-    for pool, pages in enumerate(components):
-        if len(pages) != count:
-            raise InvalidNodeError(f"{what}: pool {pool} lists {len(pages)} pages for {count} keys")
-
-
-def _check_keys(what: str, keys: Sequence[PageKey]) -> None:
-    if not set(map(len, keys)) <= {KEY_BYTES}:
-        wrong = next(key for key in keys if len(key) != KEY_BYTES)
-        raise InvalidNodeError(f"{what}: key {wrong!r} has {len(wrong)} bytes, not {KEY_BYTES}; see core.keys")
+def _keys(keys: Sequence[PageKey]) -> tuple[PageKey, ...]:
+    return cast("tuple[PageKey, ...]", keys)
 
 
 @attrs.frozen
 class PageContext:
     """What a run of pages was computed from, as routers need it: `page_tokens` tokens a page, root to tail.
 
-    `tokens` is kept as it is given and must not change; an `array("I")` keeps it small. `adapter` and `salt` are those
-    of the pages' chain seed (see `core.keys`).
+    `tokens` are copied, into an array of 4 bytes each where they fit. `adapter` and `salt` are those of the pages'
+    chain seed (see `core.keys`).
     """
 
     tokens: Sequence[int] = attrs.field(repr=False)
@@ -180,6 +180,11 @@ class PageContext:
     salt: str | None = None
 
     def __attrs_post_init__(self) -> None:
+        object.__setattr__(self, "tokens", checked_tokens(self.tokens))
+        check_count("context", "page_tokens", self.page_tokens)
+        for field, value in (("adapter", self.adapter), ("salt", self.salt)):
+            if value is not None and type(value) is not str:
+                raise InvalidNodeError(f"context: {field} {shown(value)} is neither a str nor None")
         if self.page_tokens < 1 or not self.tokens or len(self.tokens) % self.page_tokens:
             raise InvalidNodeError(f"{len(self.tokens)} tokens are not whole pages of {self.page_tokens} tokens")
 
@@ -197,40 +202,56 @@ class PageContext:
 class BackupNode:
     """A run of pages of the engine's prefix tree, to be copied from the device.
 
-    `keys` are root to tail, one a page; `parent` is the key before the first, None at the root.
-    The engine keeps the device pages unchanged until the node's ack.
+    `keys` are root to tail, one a page; `parent` is the key before the first, None at the root. Lists and arrays are
+    copied. The engine keeps the device pages unchanged until the node's ack. InvalidNodeError names the field that is
+    malformed.
     """
 
     node_id: NodeId
-    keys: tuple[PageKey, ...]
-    pages: Components
+    keys: tuple[PageKey, ...] = attrs.field(converter=_keys)
+    pages: Components = attrs.field(converter=_pages)
     parent: PageKey | None = None
     context: PageContext | None = None
     """What the pages were computed from, for the events about them (see `events.contexts`)."""
 
     def __attrs_post_init__(self) -> None:
-        if not self.keys:
-            raise InvalidNodeError(f"node {self.node_id}: it has no pages")
-        if self.context is not None and self.context.pages != len(self.keys):
-            raise InvalidNodeError(
-                f"node {self.node_id}: its context describes {self.context.pages} pages, it has {len(self.keys)}"
-            )
-        if len(set(self.keys)) != len(self.keys):
-            raise InvalidNodeError(f"node {self.node_id}: it names a key twice; a path has each key once")
-        _check_keys(f"node {self.node_id}", self.keys)
-        _check_components(f"node {self.node_id}", len(self.keys), self.pages)
-        if all(NO_SLOT in pages for pages in self.pages):
-            for index, page in enumerate(zip(*self.pages, strict=True)):
+        check_node_id(self.node_id)
+        what = f"node {self.node_id}"
+        keys = checked_keys(what, self.keys)
+        if not keys:
+            raise InvalidNodeError(f"{what}: it has no pages")
+        pages = checked_components(what, len(keys), self.pages)
+        if keys is not self.keys:
+            object.__setattr__(self, "keys", keys)
+        if pages is not self.pages:
+            object.__setattr__(self, "pages", pages)
+        if self.parent is not None:
+            check_key(what, "parent", self.parent)
+            if self.parent in keys:
+                raise InvalidNodeError(f"{what}: its parent {shown(self.parent)} is one of its own keys")
+        if self.context is not None:
+            self._check_context(what, self.context)
+        if all(NO_SLOT in pages for pages in pages):
+            for index, page in enumerate(zip(*pages, strict=True)):
                 if all(one == NO_SLOT for one in page):
-                    raise InvalidNodeError(f"node {self.node_id}: no pool keeps anything for its page {index}")
+                    raise InvalidNodeError(f"{what}: no pool keeps anything for its page {index}")
+
+    def _check_context(self, what: str, context: object) -> None:
+        if not isinstance(context, PageContext):
+            raise InvalidNodeError(f"{what}: context {shown(context)} is neither a PageContext nor None")
+        if context.pages != len(self.keys):
+            raise InvalidNodeError(f"{what}: its context describes {context.pages} pages, it has {len(self.keys)}")
 
 
 @attrs.frozen
 class PrefetchRequest:
-    """The prefix that a request may reuse: `keys` root to tail, of which the device has the first `device_pages`."""
+    """The prefix that a request may reuse: `keys` root to tail, of which the device has the first `device_pages`.
+
+    InvalidNodeError names the field that is malformed.
+    """
 
     request_id: RequestId
-    keys: tuple[PageKey, ...]
+    keys: tuple[PageKey, ...] = attrs.field(converter=_keys)
     device_pages: int = 0
     hints: object | None = attrs.field(default=None, eq=False, repr=False)
     """What a router says of where the prefix lies; the store alone reads it, and only while it serves this request."""
@@ -238,20 +259,27 @@ class PrefetchRequest:
     """How long to go on; None is the configuration's `prefetch_stop_policy`."""
 
     def __attrs_post_init__(self) -> None:
-        if not 0 <= self.device_pages <= len(self.keys):
-            raise InvalidNodeError(f"request {self.request_id}: device_pages {self.device_pages} of {len(self.keys)}")
-        _check_keys(f"request {self.request_id}", self.keys)
-        if len(set(self.keys)) != len(self.keys):
-            raise InvalidNodeError(f"request {self.request_id}: it names a key twice; a path has each key once")
+        check_request_id(self.request_id)
+        what = f"request {named(self.request_id)}"
+        keys = checked_keys(what, self.keys)
+        if keys is not self.keys:
+            object.__setattr__(self, "keys", keys)
+        if type(self.device_pages) is not int or not 0 <= self.device_pages <= len(keys):
+            raise InvalidNodeError(f"{what}: device_pages {shown(self.device_pages)} of {len(keys)}")
+        if self.stop is not None and type(self.stop) is not StopPolicy:
+            raise InvalidNodeError(f"{what}: stop {shown(self.stop)} is neither a StopPolicy nor None")
 
 
 @attrs.frozen
 class RestoreOrder:
-    """Copy a ready prefetch's pages `[first, first + n)` into the device pages given, n a pool."""
+    """Copy a ready prefetch's pages `[first, first + n)` into the device pages given, n a pool.
+
+    Lists and arrays are copied. InvalidNodeError names the field that is malformed.
+    """
 
     request_id: RequestId
     first: int
-    pages: Components
+    pages: Components = attrs.field(converter=_pages)
 
     @property
     def count(self) -> int:
@@ -259,6 +287,7 @@ class RestoreOrder:
         return len(self.pages[0]) if self.pages else 0
 
     def __attrs_post_init__(self) -> None:
-        if self.first < 0:
-            raise InvalidNodeError(f"restore of {self.request_id}: first {self.first} is below 0")
-        _check_components(f"restore of {self.request_id}", self.count, self.pages)
+        check_request_id(self.request_id)
+        what = f"restore of {named(self.request_id)}"
+        check_count(what, "first", self.first)
+        object.__setattr__(self, "pages", checked_components(what, None, self.pages))

@@ -23,7 +23,7 @@ from kvcr_actors.testing.faults import Fault, FaultPlan
 from kvcr_actors.testing.host_memory import BytesHostMemory
 from kvcr_actors.testing.invariants import check_answers, check_invariants
 from kvcr_actors.testing.store_driver import chain
-from kvcr_actors.types import BackupNode, MissReason, PrefetchRequest, SkipReason, Tier
+from kvcr_actors.types import BackupNode, MissReason, PrefetchRequest, RestoreOrder, SkipReason, Tier
 from tests.doors import LAYOUT, Ports
 
 WAIT_S = 30.0
@@ -113,7 +113,7 @@ def test_an_empty_flush_does_nothing(door: dict[str, Any]) -> None:
     assert engine.ports.device.submits == 0
 
 
-def test_without_a_host_tier_nodes_are_forgotten_and_prefetches_find_nothing(door: dict[str, Any]) -> None:
+def test_without_a_host_tier_nodes_fail_by_name_and_prefetches_find_nothing(door: dict[str, Any]) -> None:
     class NoHostMemory(BytesHostMemory):
         __slots__ = ()
 
@@ -126,8 +126,12 @@ def test_without_a_host_tier_nodes_are_forgotten_and_prefetches_find_nothing(doo
     engine.ports.device.host = NoHostMemory()
     engine.controller = CacheController(**door, **engine.ports.arguments)
     with engine.controller as controller:
-        controller.write(engine.ports.node(chain("a", 2)))
-        assert controller.flush_pending_backups() is None
+        node, other = engine.ports.node(chain("a", 2)), engine.ports.node(chain("b", 1))
+        assert engine.back_up(node) == BackupAck(1, (), ((node.node_id, SkipReason.TIER_OFF),))
+        engine.ports.orders.step(2, [other])
+        ack = controller.write_back([other], timeout_s=WAIT_S)
+        assert ack == BackupAck(2, (), ((other.node_id, SkipReason.TIER_OFF),))
+        engine.completions.append(ack)
         ready = engine.prefetch("r", chain("a", 2))
         assert isinstance(ready, PrefetchReady)
         assert ready.account is not None
@@ -308,3 +312,43 @@ def test_orders_of_the_last_step_are_answered_by_the_close(door: dict[str, Any])
     check_answers(engine.ports.orders, engine.completions)
     assert engine.ports.store is not None
     assert engine.ports.store.contents() == set(keys)
+
+
+def test_a_page_beyond_the_device_fails_its_own_node_and_restore_and_no_other(door: dict[str, Any]) -> None:
+    engine, keys, others = Engine(door), chain("a", 2), chain("b", 2)
+    with engine.controller as controller:
+        good, far = engine.ports.node(keys), BackupNode(9, others, ((1, 2), (3, 512)))
+        ack = engine.back_up(good, far)
+        assert (ack.node_ids, ack.failed) == ((good.node_id,), ((9, SkipReason.COPY_FAILED),))
+        engine.prefetch("r", keys)
+        engine.prefetch("s", keys)
+        right, wrong = engine.ports.restore("r", 2), RestoreOrder("s", 0, ((1, 512), (3, 4)))
+        engine.ports.orders.restore(wrong)
+        controller.restore(right)
+        controller.restore(wrong)
+        controller.flush_pending_backups()
+        ends = [engine.await_one(lambda one: isinstance(one, RestoreFinished)) for _ in range(2)]
+        assert {(one.request_id, one.pages) for one in ends if isinstance(one, RestoreFinished)} == {("r", 2), ("s", 0)}
+        engine.ports.assert_bytes(right, keys)
+    engine.check()
+
+
+@pytest.mark.parametrize("seconds", [float("inf"), float("nan"), None])
+def test_a_wait_without_an_end_is_refused_before_anything_is_asked(door: dict[str, Any], seconds: Any) -> None:
+    engine = Engine(door)
+    with pytest.raises(ConfigError, match="timeout_s"):
+        engine.controller.start(seconds)
+    with engine.controller as controller:
+        node = engine.ports.node(chain("a", 1))
+        for wait in (
+            controller.wait,
+            controller.wait_quiet,
+            controller.wait_restores_submitted,
+            controller.clear_host,
+            controller.describe,
+            lambda one: controller.write_back([node], timeout_s=one),
+        ):
+            with pytest.raises(ConfigError, match="timeout_s"):
+                wait(seconds)
+        assert controller.flush_pending_backups() is None
+    engine.check()

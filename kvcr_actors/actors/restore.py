@@ -11,7 +11,7 @@ import attrs
 import structlog
 
 from kvcr_actors.actors.state import LoopState
-from kvcr_actors.core.copy_plan import Direction, plan_copy
+from kvcr_actors.core.copy_plan import Direction, is_within, plan_copy
 from kvcr_actors.core.prefetch_state import HeldPrefix, Phase
 from kvcr_actors.messages import RestoreFinished, RestoreStep
 from kvcr_actors.ports import CopyOutcome
@@ -115,7 +115,7 @@ class RestoreActor:
         pages = prefix.pages[order.first : order.first + order.count]
         pools = len(self._state.device.layout.pools)
         fits = prefix.request.device_pages <= order.first <= len(prefix.pages) - order.count
-        if not fits or len(order.pages) != pools:
+        if not fits or len(order.pages) != pools or not is_within(order.pages, self._state.device_pages()):
             log.error("restore.refused", request_id=order.request_id, first=order.first, count=order.count)
             first = order.first if order.first <= len(prefix.pages) else prefix.request.device_pages
             self._finish([_Taken(order, prefix, first=first)], ok=False)

@@ -8,8 +8,10 @@ from itertools import chain
 from operator import attrgetter
 
 import attrs
+import structlog
 
 from kvcr_actors.actors.state import LoopState
+from kvcr_actors.core.copy_plan import is_within
 from kvcr_actors.core.hit_policy import component_masks
 from kvcr_actors.core.host_tier import Growth, HostPage, NewPath, PageState
 from kvcr_actors.errors import NoHostMemoryError
@@ -17,6 +19,8 @@ from kvcr_actors.messages import StagedNode
 from kvcr_actors.runtime.breath import PAGES_A_CALL
 from kvcr_actors.runtime.endings import run_endings
 from kvcr_actors.types import BackupNode, Components, NodeId, PageKey, SkipReason
+
+log = structlog.get_logger()
 
 
 @attrs.frozen
@@ -35,6 +39,7 @@ class StepStaging:
 
     def __init__(self, state: LoopState) -> None:
         self._state = state
+        self._device_pages = state.device_pages()
         self._waiting: list[_Waiting] = []
         self._waiting_keys: set[PageKey] = set()
         self.nodes: list[StagedNode] = []
@@ -73,6 +78,11 @@ class StepStaging:
     def _stage(self, position: int, node: BackupNode) -> None:
         host = self._state.host
         parent = None
+        if not is_within(node.pages, self._device_pages):
+            # In the step's copy it would fail its pool, and with that the other nodes.
+            log.error("backup.page_outside", node=node.node_id, device_pages=self._device_pages)
+            self.failed.append((node.node_id, SkipReason.COPY_FAILED))
+            return
         if node.parent is not None:
             parent = host.get(node.parent)
             if parent is None:

@@ -158,6 +158,10 @@ class LoopState:
             self._reads_over = anyio.Event()
             await self._reads_over.wait()
 
+    def device_pages(self) -> list[int]:
+        """Pages in each pool of the device."""
+        return [self.device.pages_of(pool) for pool in range(len(self.device.layout.pools))]
+
     @property
     def is_shared(self) -> bool:
         """Whether other ranks must end every operation alike."""

@@ -56,6 +56,11 @@ class CopyPlan:
         return sum(len(copy.host_slots) * layout.pools[copy.pool].page_bytes for copy in self.pools)
 
 
+def is_within(components: Components, pages: Sequence[int]) -> bool:
+    """Whether a component list names only pages of pools that have `pages` each."""
+    return all(max(named, default=NO_SLOT) < count for named, count in zip(components, pages, strict=True))
+
+
 def plan_copy(direction: Direction, parts: Sequence[tuple[Components, Components]]) -> CopyPlan:
     """Merge (device pages, host slots) component lists of many nodes into one plan.
 

@@ -8,6 +8,7 @@ from typing import TypeAlias, assert_never
 
 import attrs
 
+from kvcr_actors.core.values import check_key, checked_keys, shown
 from kvcr_actors.errors import InvalidNodeError
 from kvcr_actors.types import PageKey, Tier
 
@@ -51,6 +52,26 @@ class TierCleared:
 
 
 InventoryEvent: TypeAlias = BlocksStored | BlocksRemoved | TierCleared
+
+
+def check_event(event: object) -> None:
+    """InvalidNodeError for what is no inventory event, or has fields that are malformed."""
+    if not isinstance(event, BlocksStored | BlocksRemoved | TierCleared):
+        raise InvalidNodeError(f"{shown(event)} is a {type(event).__name__}; give an inventory event")
+    what = type(event).__name__
+    for field, value, kind in (("tier", event.tier, Tier), ("ownership", event.ownership, Ownership)):
+        if type(value) is not kind:
+            raise InvalidNodeError(f"{what}: {field} {shown(value)} is not a {kind.__name__}")
+    if isinstance(event, TierCleared):
+        return
+    if checked_keys(what, event.keys) is not event.keys:
+        raise InvalidNodeError(f"{what}: keys {shown(event.keys)} is not a tuple, which cannot change")
+    if isinstance(event, BlocksStored):
+        if type(event.parents) is not tuple:
+            raise InvalidNodeError(f"{what}: parents {shown(event.parents)} is not a tuple, which cannot change")
+        for parent in event.parents:
+            if parent is not None:
+                check_key(what, "parent", parent)
 
 
 Holding: TypeAlias = tuple[Tier, Ownership]

@@ -14,7 +14,7 @@ import anyio
 
 from kvcr_actors.errors import DeadlineError
 from kvcr_actors.runtime.bell import LoopAccess
-from kvcr_actors.runtime.program import Main, Program
+from kvcr_actors.runtime.program import PROGRAM_NAME, Main, Program
 
 Backend: TypeAlias = Literal["asyncio", "trio"]
 
@@ -25,7 +25,7 @@ CANCEL_S = 5.0
 class ThreadHost:
     """Runs `main` on a daemon thread. For synchronous callers: an engine's scheduler loop, a script."""
 
-    def __init__(self, main: Main, *, backend: Backend = "asyncio", name: str = "kvcr-actors") -> None:
+    def __init__(self, main: Main, *, backend: Backend = "asyncio", name: str = PROGRAM_NAME) -> None:
         self._program = Program(main, name)
         self._backend = backend
         self._access: LoopAccess | None = None
@@ -48,6 +48,8 @@ class ThreadHost:
         when this does not return, whatever interrupts it.
         """
         self.check()
+        if self._thread.ident is not None:
+            raise self._program.was_started()
         try:
             self._thread.start()
             in_time = self._ready.wait(timeout_s)
@@ -113,7 +115,7 @@ class TaskHost:
     Start and stop may happen in different tasks: no scope or task group is left open in between.
     """
 
-    def __init__(self, main: Main, *, name: str = "kvcr-actors") -> None:
+    def __init__(self, main: Main, *, name: str = PROGRAM_NAME) -> None:
         self._program = Program(main, name)
         self._access: LoopAccess | None = None
         self._task: object = None
@@ -125,14 +127,19 @@ class TaskHost:
         """Whether `main` runs."""
         return self._task is not None and not self._ended.is_set()
 
+    def check(self) -> None:
+        """RuntimeError in a forked child, whose copy of the loop is the parent's."""
+        self._program.check_process()
+
     async def start(self, timeout_s: float) -> None:
         """Start the task and wait until `main` has started.
 
         Raises what `main` fails with before that; DeadlineError after `timeout_s`. `main` is cancelled when this
         does not return.
         """
+        self.check()
         if self._task is not None:
-            raise RuntimeError(f"{self._program.name} was started already")
+            raise self._program.was_started()
         self._access = LoopAccess.of_running_loop()
         self._ready, self._ended = anyio.Event(), anyio.Event()
         self._task = self._spawn(self._access)
@@ -156,6 +163,7 @@ class TaskHost:
 
         Raises what `main` failed with, once; DeadlineError after `timeout_s`, and `main` is cancelled.
         """
+        self.check()
         if self._access is None:
             return
         if self._access.token is not LoopAccess.of_running_loop().token:

@@ -10,7 +10,7 @@ from time import monotonic
 
 from kvcr_actors.errors import ConfigError, DeadlineError
 from kvcr_actors.runtime.hosts import CANCEL_S, Backend
-from kvcr_actors.runtime.program import Main, Program
+from kvcr_actors.runtime.program import PROGRAM_NAME, Main, Program
 
 
 class _PumpSelector(selectors.DefaultSelector):
@@ -36,7 +36,7 @@ class InlineHost:
     For measuring, and for engines that forbid threads. All calls belong to the thread that made it.
     """
 
-    def __init__(self, main: Main, *, backend: Backend = "asyncio", name: str = "kvcr-actors") -> None:
+    def __init__(self, main: Main, *, backend: Backend = "asyncio", name: str = PROGRAM_NAME) -> None:
         if backend != "asyncio":
             raise ConfigError(f"the inline host runs on asyncio only, not on {backend!r}; trio needs a thread or task")
         self._program = Program(main, name)
@@ -58,8 +58,8 @@ class InlineHost:
         when this does not return, whatever interrupts it.
         """
         self._check()
-        if self._task is not None:
-            raise RuntimeError(f"{self._program.name} was started already")
+        if self._task is not None or self._loop.is_closed():
+            raise self._program.was_started()
         task = self._task = self._loop.create_task(self._program.run(), name=self._program.name)
         try:
             self.pump_until(lambda: self._program.has_started or task.done(), timeout_s)

@@ -13,6 +13,14 @@ from kvcr_actors.runtime.foreign import containing
 Main: TypeAlias = Callable[[Callable[[], None], anyio.Event], Awaitable[None]]
 """It calls `started()` when it is ready, and ends soon after `stop` is set."""
 
+PROGRAM_NAME = "kvcr-actors"
+"""What a controller's program is called, also its thread."""
+
+
+def wrong_process(name: str, process: int) -> RuntimeError:
+    """The error of a forked child that uses its parent's program."""
+    return RuntimeError(f"{name} belongs to process {process}; make a new one after a fork")
+
 
 class Program:
     """One run of `main` on its loop: what it waits for, how it ended, and how to end it.
@@ -62,7 +70,11 @@ class Program:
     def check_process(self) -> None:
         """Refuse a forked child: its copy of the loop has no thread."""
         if os.getpid() != self._process:
-            raise RuntimeError(f"{self.name} belongs to process {self._process}; make a new one after a fork")
+            raise wrong_process(self.name, self._process)
+
+    def was_started(self) -> RuntimeError:
+        """The error of a second start: one run is all that a program has."""
+        return RuntimeError(f"{self.name} was started or closed already, and runs once; make a new one")
 
     def raise_failure(self) -> None:
         """Raise what `main` failed with, the first time."""

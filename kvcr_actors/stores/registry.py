@@ -23,10 +23,11 @@ def store_names() -> tuple[str, ...]:
 
 
 def open_store(
-    name: str, options: Mapping[str, str], capacity_pages: int, path: Path | None, namespace: Namespace
+    name: str, options: Mapping[str, str], capacity_pages: int, path: str | Path | None, namespace: Namespace
 ) -> Store:
-    """Make the store of a name; ConfigError for an unknown name or a refused option.
+    """Make the store of a name, in the folder `path` if it has one.
 
+    ConfigError for an unknown name, a path that is none or a refused option.
     The store is not open yet: that is `Store.open`, on the loop.
     """
     found = entry_points(group=GROUP, name=name)
@@ -36,4 +37,12 @@ def open_store(
         sources = ", ".join(sorted(entry.value for entry in found))
         raise ConfigError(f"store {name!r} is installed more than once: {sources}; uninstall all but one")
     factory = cast("StoreFactory", next(iter(found)).load())
-    return factory(options, capacity_pages, path, namespace)
+    return factory(options, capacity_pages, _folder(path), namespace)
+
+
+def _folder(path: object) -> Path | None:
+    if path is None or isinstance(path, Path):
+        return path
+    if isinstance(path, str) and path and "\0" not in path:
+        return Path(path)
+    raise ConfigError(f"path: {path!r} does not name a folder; give a str or a Path")

@@ -190,8 +190,8 @@ async def test_a_cancel_and_a_restore_in_one_step_end_the_request_once() -> None
 
 
 def test_malformed_restores_are_refused_where_they_are_made() -> None:
-    with pytest.raises(InvalidNodeError, match="below 0"):
+    with pytest.raises(InvalidNodeError, match="first -1 is not a whole number"):
         RestoreOrder("r", -1, ((1,), (1,)))
-    with pytest.raises(InvalidNodeError, match="lists 1 pages for 2 keys"):
+    with pytest.raises(InvalidNodeError, match="lists 1 pages for 2 pages of the first pool"):
         RestoreOrder("r", 0, ((1, 2), (1,)))
     assert RestoreOrder("r", 0, ()).count == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcr_actors.core.copy_plan import Direction, plan_copy
+from kvcr_actors.core.copy_plan import Direction, is_within, plan_copy
 from kvcr_actors.types import NO_SLOT, CacheLayout, PoolSpec
 
 LAYOUT = CacheLayout((PoolSpec("kv", 2, 64), PoolSpec("swa", 1, 8)))
@@ -41,3 +41,10 @@ def test_runs_are_maximal_and_cover_every_pair_once(slots: set[int]) -> None:
     assert all(copy.host_slots[first] == slot for first, slot, _ in runs)
     ends = [slot + pages for _, slot, pages in runs]
     assert all(end < start for end, (_, start, _) in zip(ends, runs[1:], strict=False))
+
+
+def test_a_component_list_is_within_its_pools_up_to_the_last_page_of_each() -> None:
+    assert is_within(((0, 3), (NO_SLOT, 1)), (4, 2))
+    assert is_within(((), ()), (4, 2))
+    assert not is_within(((0, 4), (0, 1)), (4, 2))
+    assert not is_within(((0, 3), (0, 2)), (4, 2))

@@ -187,7 +187,7 @@ def test_a_block_too_large_for_a_batch_is_counted_and_holds_up_nothing() -> None
     assert desk.stream.describe()["inexpressible"] == 1
 
 
-@pytest.mark.parametrize("odd", [-1, 1 << 32, 1.5, "word", None])
+@pytest.mark.parametrize("odd", [-1, 1 << 32])
 def test_a_token_that_the_wire_cannot_say_ends_its_chain_there_and_stops_nothing_else(odd: Any) -> None:
     desk = Desk()
     keys, context = pages_of(4)

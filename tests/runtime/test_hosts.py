@@ -288,7 +288,7 @@ async def test_a_task_host_starts_once_and_stops_before_a_start_for_free():
     host = TaskHost(Echo(use_relay=False).main)
     await host.stop(WAIT_S)
     await host.start(WAIT_S)
-    with pytest.raises(RuntimeError, match="started already"):
+    with pytest.raises(RuntimeError, match="started or closed already"):
         await host.start(WAIT_S)
     await host.stop(WAIT_S)
 
