@@ -23,8 +23,9 @@ from kvcr_actors.actors.resetting import Resets
 from kvcr_actors.actors.restore import RestoreActor
 from kvcr_actors.actors.state import Inboxes, LoopState
 from kvcr_actors.config import ControllerConfig
-from kvcr_actors.core.host_tier import HostTier
+from kvcr_actors.core.host_tier import HostPage, HostTier
 from kvcr_actors.core.ledger import ClaimLedger
+from kvcr_actors.core.policy_names import eviction_policy
 from kvcr_actors.core.stats import ControllerStats
 from kvcr_actors.desk import EngineDesk
 from kvcr_actors.ending import Ending
@@ -96,7 +97,8 @@ class Assembly:
         self.stats = ControllerStats()
         self.ledger = ClaimLedger()
         self.restores = Progress("steps with restores that the device knows of")
-        self.host = HostTier(device.layout, device.host.slots)
+        slots = device.host.slots
+        self.host = HostTier(device.layout, slots, eviction_policy(config.host_eviction, slots, HostPage))
         self._ranks = ranks
         self._sinks = sinks
         self._feed = EventFeed(self.inboxes.publisher, has_sinks=bool(sinks))

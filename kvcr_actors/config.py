@@ -9,7 +9,7 @@ import attrs
 
 from kvcr_actors.core.values import checked_seconds
 from kvcr_actors.errors import ConfigError
-from kvcr_actors.types import StopPolicy
+from kvcr_actors.types import Eviction, StopPolicy
 
 
 def _check_pages(config: object, field: attrs.Attribute[int], value: object) -> None:
@@ -40,6 +40,14 @@ def _stop_policy(value: object) -> StopPolicy:
         raise ConfigError(f"prefetch_stop_policy: {value!r} is not a policy; choose one of {known}") from None
 
 
+def _eviction(value: object) -> Eviction:
+    try:
+        return Eviction(cast("str", value))
+    except ValueError:
+        known = ", ".join(Eviction)
+        raise ConfigError(f"host_eviction: {value!r} is not a policy; choose one of {known}") from None
+
+
 def _count(default: int, least: int = 1) -> int:
     return attrs.field(default=default, validator=_check_pages, metadata={"least": least})
 
@@ -66,6 +74,8 @@ class ControllerConfig:
     """A ready prefetch that is neither restored nor cancelled ends after this time."""
     host_reserve_fraction: float = attrs.field(default=0.1, validator=_check_share)
     """The share of host memory that prefetches leave to backups."""
+    host_eviction: Eviction = attrs.field(default=Eviction.LRU, converter=_eviction)
+    """Which page leaves when host memory is full; `kvcr-actors sweep` says which one suits a trace."""
     refresh_store: bool = attrs.field(default=True, validator=_check_switch)
     """Whether a request's prefix is made recent in the store too, each time it is asked for."""
     deposit_batch_pages: int = _count(64)

@@ -56,6 +56,21 @@ class StopPolicy(enum.StrEnum):
     """As best effort, and no longer than the store declares that so many pages may take."""
 
 
+class Eviction(enum.StrEnum):
+    """Which page of a full tier leaves next; leaves only, always."""
+
+    LRU = "lru"
+    LFU = "lfu"
+    """Least frequently used, with ageing."""
+    SIEVE = "sieve"
+    S3_FIFO = "s3fifo"
+    TWO_QUEUES = "2q"
+    TAIL_LRU = "tlru"
+    """The last pages of conversations first, then LRU: for the slowest answers."""
+    SESSION = "session"
+    """LRU that keeps what was asked for again, for a time."""
+
+
 class MissReason(enum.StrEnum):
     """Why a page that was asked for was not used from a tier; the set is closed."""
 

@@ -19,6 +19,7 @@ from kvcr_actors.cli.doctor_command import doctor
 from kvcr_actors.cli.events_command import events
 from kvcr_actors.cli.replay_command import replay
 from kvcr_actors.cli.simulate_command import simulate
+from kvcr_actors.cli.sweep_command import sweep_trace
 from kvcr_actors.errors import ConfigError, KvcrActorsError, ReplayError, StoreError, TraceError
 from kvcr_actors.logs import configure_logging
 
@@ -39,6 +40,7 @@ app = App(
     result_action="return_value",
 )
 app.command(replay)
+app.command(sweep_trace, name="sweep")
 app.command(events)
 app.command(simulate)
 app.command(doctor)

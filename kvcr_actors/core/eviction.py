@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable
-from typing import Protocol, TypeVar
+from collections.abc import Hashable, Sequence
+from typing import ClassVar, Protocol, TypeVar
 
 
 class Evictable(Hashable, Protocol):
@@ -17,9 +17,14 @@ PageT = TypeVar("PageT", bound=Evictable)
 
 
 class EvictionPolicy(Protocol[PageT]):
-    """Told by the tree about its evictable pages: ready leaves without pins."""
+    """Told by the tree about its evictable pages: ready leaves without pins.
+
+    One that `watches` hears of all pages besides: which came, were used, went and came back.
+    """
 
     __slots__ = ()
+
+    watches: ClassVar[bool] = False
 
     def add(self, page: PageT) -> None:
         """Take a page that became evictable."""
@@ -36,6 +41,18 @@ class EvictionPolicy(Protocol[PageT]):
     def victim(self) -> PageT | None:
         """Name the next page to leave, without forgetting it; None if no page is evictable."""
         ...
+
+    def came(self, pages: Sequence[PageT]) -> None:
+        """Note new pages, a path from root to tail; before any of them is evictable."""
+
+    def used(self, pages: Sequence[PageT]) -> None:
+        """Note that a request asked for pages that are held, a path from root to tail with new stamps."""
+
+    def gone(self, page: PageT) -> None:
+        """Note that a page left the tree; it is evictable no more."""
+
+    def back(self, page: PageT) -> None:
+        """Undo `gone`: the eviction did not happen."""
 
 
 class LruEviction(EvictionPolicy[PageT]):

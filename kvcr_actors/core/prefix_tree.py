@@ -13,10 +13,10 @@ class TreePage:
     """One page of the tree. Its fields are for reading; the tree changes them.
 
     `children` counts the pages right below it, `pins` what keeps it from eviction, `stamp` when it was last used.
-    `payload` is the owner's: device page ids, host slots.
+    `payload` is the owner's: device page ids, host slots. `rank` and `uses` are the eviction policy's own.
     """
 
-    __slots__ = ("children", "key", "parent", "payload", "pins", "ready", "stamp")
+    __slots__ = ("children", "key", "parent", "payload", "pins", "rank", "ready", "stamp", "uses")
 
     def __init__(self, key: PageKey, parent: Any, payload: Any, ready: bool) -> None:
         self.key = key
@@ -26,6 +26,8 @@ class TreePage:
         self.children = 0
         self.pins = 0
         self.stamp = 0
+        self.rank = 0
+        self.uses = 0
 
 
 PageT = TypeVar("PageT", bound=TreePage)
@@ -38,10 +40,11 @@ class PrefixTree(Generic[PageT]):
     a child leaves, its parent takes over its stamp if that is newer. Misuse raises ValueError, before any change.
     """
 
-    __slots__ = ("_page_type", "_pages", "_policy", "_stamp")
+    __slots__ = ("_page_type", "_pages", "_policy", "_stamp", "_watcher")
 
     def __init__(self, policy: EvictionPolicy[PageT], page_type: type[PageT] | None = None) -> None:
         self._policy = policy
+        self._watcher = policy if policy.watches else None
         self._page_type = page_type or cast("type[PageT]", TreePage)
         self._pages: dict[PageKey, PageT] = {}
         self._stamp = 0
@@ -76,30 +79,32 @@ class PrefixTree(Generic[PageT]):
 
     def insert(self, key: PageKey, parent: PageT | None, payload: Any, ready: bool) -> PageT:
         """Add a page as the most recently used. A ready page needs a ready parent; None is the root."""
-        if key in self._pages:
-            raise ValueError(f"page {key.hex()} is in the tree already")
-        if parent is not None:
-            if self._pages.get(parent.key) is not parent:
-                raise ValueError(f"page {key.hex()}: its parent {parent.key.hex()} is not in the tree")
-            if ready and not parent.ready:
-                raise ValueError(f"page {key.hex()} cannot be ready before its parent {parent.key.hex()}")
-            if not parent.children and not parent.pins and parent.ready:
-                self._policy.discard(parent)
-            parent.children += 1
-        page = self._page_type(key, parent, payload, ready)
-        self._stamp += 1
-        page.stamp = self._stamp
-        self._pages[key] = page
-        if ready:
-            self._policy.add(page)
-        return page
+        return self.insert_path((key,), parent, iter((payload,)), ready=ready)[0]
 
-    def insert_path(self, keys: Iterable[PageKey], parent: PageT | None, payloads: Iterator[Any]) -> list[PageT]:
-        """Add pages that are not ready, each below the one before it, with as many payloads as there are keys."""
+    def insert_path(
+        self, keys: Iterable[PageKey], parent: PageT | None, payloads: Iterator[Any], *, ready: bool = False
+    ) -> list[PageT]:
+        """Add pages, each below the one before it, with a payload for each key; the last is the most recently used."""
         pages: list[PageT] = []
-        for key in keys:
-            parent = self.insert(key, parent, next(payloads), ready=False)
+        held, page_type, stamp = self._pages, self._page_type, self._stamp
+        for key, payload in zip(keys, payloads, strict=False):
+            if key in held:
+                raise ValueError(f"page {key.hex()} is in the tree already")
+            if parent is not None:
+                if not pages:
+                    self._check_parent(key, parent, ready=ready)
+                parent.children += 1
+            stamp += 1
+            parent = page_type(key, parent, payload, ready)
+            parent.stamp = stamp
+            held[key] = parent
             pages.append(parent)
+            self._stamp = stamp
+        if pages:
+            if self._watcher is not None:
+                self._watcher.came(pages)
+            if ready:
+                self._policy.add(pages[-1])
         return pages
 
     def make_ready(self, page: PageT) -> None:
@@ -118,6 +123,8 @@ class PrefixTree(Generic[PageT]):
         if page.ready:
             self._policy.discard(page)
         self._detach(page)
+        if self._watcher is not None:
+            self._watcher.gone(page)
 
     def touch(self, pages: Sequence[PageT]) -> None:
         """Make a path (root to tail) the most recently used, its tail the oldest of it."""
@@ -128,6 +135,8 @@ class PrefixTree(Generic[PageT]):
             stamp += 1
             page.stamp = stamp
         self._stamp = stamp
+        if self._watcher is not None:
+            self._watcher.used(pages)
         tail = pages[-1]
         if tail.ready and not tail.children and not tail.pins:
             self._policy.touch(tail)
@@ -149,9 +158,11 @@ class PrefixTree(Generic[PageT]):
     def evict(self, count: int) -> list[PageT]:
         """Take out up to `count` pages, the policy's next victims, leaves first."""
         pages: list[PageT] = []
-        victim, discard, detach = self._policy.victim, self._policy.discard, self._detach
+        victim, discard, detach, watcher = self._policy.victim, self._policy.discard, self._detach, self._watcher
         while len(pages) < count and (page := victim()) is not None:
             discard(page)
+            if watcher is not None:
+                watcher.gone(page)
             detach(page)
             pages.append(page)
         return pages
@@ -162,6 +173,8 @@ class PrefixTree(Generic[PageT]):
         for page in pages:
             if page.ready and not page.children and not page.pins:
                 self._policy.discard(page)
+            if self._watcher is not None:
+                self._watcher.gone(page)
         self._pages.clear()
         return pages
 
@@ -175,6 +188,8 @@ class PrefixTree(Generic[PageT]):
                 self._policy.discard(parent)
             parent.children += 1
         self._pages[page.key] = page
+        if self._watcher is not None:
+            self._watcher.back(page)
         self._offer(page)
 
     def check(self) -> None:
@@ -191,6 +206,15 @@ class PrefixTree(Generic[PageT]):
         for page, count in children.items():
             if page.children != count or page.pins < 0:
                 raise AssertionError(f"page {page.key.hex()} counts {page.children} children, but has {count}")
+
+    def _check_parent(self, key: PageKey, parent: PageT, *, ready: bool) -> None:
+        """Refuse a parent that is not held, or not ready for a ready page; a leaf is evictable no more."""
+        if self._pages.get(parent.key) is not parent:
+            raise ValueError(f"page {key.hex()}: its parent {parent.key.hex()} is not in the tree")
+        if ready and not parent.ready:
+            raise ValueError(f"page {key.hex()} cannot be ready before its parent {parent.key.hex()}")
+        if not parent.children and not parent.pins and parent.ready:
+            self._policy.discard(parent)
 
     def _offer(self, page: PageT) -> None:
         if page.ready and not page.children and not page.pins:
