@@ -9,14 +9,15 @@ from rich.table import Table
 from kvcr_actors.lab.money import Costs, best, next_gib, splits
 from kvcr_actors.lab.replicas import Placement
 from kvcr_actors.lab.stack import LruCurve
-from kvcr_actors.lab.sweeping import Sweep
+from kvcr_actors.lab.sweeping import INFINITE, Sweep
 
 
 def sweep_table(found: Sweep) -> Table:
     """A row a capacity, a column a policy; below it where misses come from."""
     table = Table(title="hits by capacity and policy, % of the pages asked for", caption_justify="left")
-    table.add_column("pages", justify="right")
-    policies = list(dict.fromkeys(row.policy for row in found.rows))
+    table.add_column("pages", justify="right", no_wrap=True)
+    # The cache without limit has one figure, which the caption gives.
+    policies = [policy for policy in dict.fromkeys(row.policy for row in found.rows) if policy != INFINITE]
     for policy in policies:
         table.add_column(policy, justify="right", overflow="fold")
     for capacity in dict.fromkeys(row.capacity_pages for row in found.rows):

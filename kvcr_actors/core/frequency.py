@@ -7,6 +7,7 @@ gets a child, and has it again when it is a leaf once more.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 
 from kvcr_actors.core.eviction import EvictionPolicy
@@ -263,14 +264,14 @@ class _Ghosts:
     __slots__ = ("_keys", "_limit")
 
     def __init__(self, limit: int) -> None:
-        self._keys: dict[PageKey, None] = {}
+        self._keys: OrderedDict[PageKey, None] = OrderedDict()  # a dict looks for its first key from the start
         self._limit = limit
 
     def add(self, key: PageKey) -> None:
         """Remember a key, as the newest."""
         self._keys[key] = None
         if len(self._keys) > self._limit:
-            del self._keys[next(iter(self._keys))]
+            self._keys.popitem(last=False)
 
     def take(self, key: PageKey) -> bool:
         """Forget a key; whether it was remembered."""

@@ -42,10 +42,10 @@ class LeafQueue(Generic[PageT]):
         return len(self._heap) + len(self._stack)
 
     def push(self, page: PageT) -> None:
-        """Take a page."""
-        self._pages[page] = None
-        self._enter(page)
-        self._keep_small()
+        """Take a page; one that is queued keeps its entry."""
+        if page not in self._pages:
+            self._pages[page] = None
+            self._enter(page)
 
     def discard(self, page: PageT) -> None:
         """Forget a page, if it is queued."""
@@ -55,7 +55,8 @@ class LeafQueue(Generic[PageT]):
             stack.pop()
         elif heap and heap[0][2] is page:
             heapq.heappop(heap)
-        self._keep_small()
+        elif len(heap) + len(stack) > 2 * len(self._pages) + self._SLACK:
+            self._compact()
 
     def top(self) -> PageT | None:
         """Name the page with the lowest key."""
@@ -82,9 +83,8 @@ class LeafQueue(Generic[PageT]):
         else:
             heapq.heappush(heap, entry)
 
-    def _keep_small(self) -> None:
-        if len(self._heap) + len(self._stack) > 2 * len(self._pages) + self._SLACK:
-            self._stack.clear()
-            self._heap = [(self._key(page), serial, page) for serial, page in enumerate(self._pages)]
-            self._serial = len(self._heap)
-            heapq.heapify(self._heap)
+    def _compact(self) -> None:
+        self._stack.clear()
+        self._heap = [(self._key(page), serial, page) for serial, page in enumerate(self._pages)]
+        self._serial = len(self._heap)
+        heapq.heapify(self._heap)
