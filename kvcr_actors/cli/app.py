@@ -43,7 +43,6 @@ app.command(replay)
 app.command(sweep_trace, name="sweep")
 app.command(events)
 app.command(simulate)
-app.command(doctor)
 
 
 class _Terminated(KeyboardInterrupt):
