@@ -62,3 +62,15 @@ def test_the_store_client_benchmark_measures_every_store_size_and_way():
     rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith(("| memory", "| disk"))]
     assert len(rows) == 12
     assert all(float(cell.strip(" |")) > 0 for row in rows for cell in row[3:])
+
+
+def test_the_sweep_benchmark_times_all_policies_and_what_others_have(tmp_path: Path):
+    report = tmp_path / "sweep.json"
+    words = ["-m", "benchmarks.sweep", "--rounds", "1", "--json", report]
+    done = subprocess.run(
+        [sys.executable, *words], check=False, capture_output=True, text=True, timeout=110, cwd=BENCHMARKS.parent
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    found = json.loads(report.read_text())
+    assert found["all"]["points"] == 9 * len(found["capacities"])
+    assert found["all"]["wall_s"] > 0 < found["shared"]["ours"]["cpu_s"]

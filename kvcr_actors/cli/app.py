@@ -18,7 +18,6 @@ from cyclopts import App, CycloptsError
 from kvcr_actors.cli.doctor_command import doctor
 from kvcr_actors.cli.events_command import events
 from kvcr_actors.cli.replay_command import replay
-from kvcr_actors.cli.simulate_command import simulate
 from kvcr_actors.cli.sweep_command import sweep_trace
 from kvcr_actors.errors import ConfigError, KvcrActorsError, ReplayError, StoreError, TraceError
 from kvcr_actors.logs import configure_logging
@@ -42,7 +41,11 @@ app = App(
 app.command(replay)
 app.command(sweep_trace, name="sweep")
 app.command(events)
-app.command(simulate)
+app.command(  # imported when it is called: the simulator and trio's testing half take longer than a small sweep
+    "kvcr_actors.cli.simulate_command:simulate",
+    name="simulate",
+    help="Run whole clusters in virtual time, with faults of every kind, and check what must always hold.",
+)
 
 
 class _Terminated(KeyboardInterrupt):
