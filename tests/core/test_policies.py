@@ -203,6 +203,7 @@ def test_a_queue_names_the_lowest_whatever_comes_goes_and_grows() -> None:
             page = chooser.choice(held)
             queue.discard(page)
             queue.push(page)
+            queue.push(page)
         top = queue.top()
         assert (top is None) == (not held)
         assert top is None or top.stamp == min(page.stamp for page in held)
