@@ -41,6 +41,7 @@ app = App(
 app.command(replay)
 app.command(sweep_trace, name="sweep")
 app.command(events)
+app.command(doctor)
 app.command(  # imported when it is called: the simulator and trio's testing half take longer than a small sweep
     "kvcr_actors.cli.simulate_command:simulate",
     name="simulate",

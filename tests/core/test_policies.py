@@ -113,16 +113,13 @@ def test_everything_leaves_after_an_eviction_was_undone(eviction: Eviction) -> N
 
 @pytest.mark.parametrize("eviction", [Eviction.S3_FIFO, Eviction.TWO_QUEUES])
 def test_pages_that_are_forgotten_count_in_no_queue(eviction: Eviction) -> None:
-    tree = PrefixTree(eviction_policy(eviction, 10, TreePage))
-    for number in range(10):
-        ask(tree, [number], 10)
-    tree.take_all()
-    for number in (20, 20, 20, 21, *range(22, 30)):
-        ask(tree, [number], 10)
-    fresh = PrefixTree(eviction_policy(eviction, 10, TreePage))
-    for number in (20, 20, 20, 21, *range(22, 30)):
-        ask(fresh, [number], 10)
-    assert {page.key for page in tree} == {page.key for page in fresh}
+    chooser = random.Random(7)
+    uses = [100 + int(chooser.paretovariate(0.6)) % 60 for _ in range(600)]
+    fresh, used = (PrefixTree(eviction_policy(eviction, 24, TreePage)) for _ in range(2))
+    for number in range(24):
+        ask(used, [number], 24)
+    used.take_all()
+    assert [ask(used, [page], 24) for page in uses] == [ask(fresh, [page], 24) for page in uses]
 
 
 @pytest.mark.parametrize("eviction", WATCHING)
