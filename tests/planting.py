@@ -113,10 +113,20 @@ def assert_broken(planter: Planter, rule: str, failures: list[str]) -> None:
     assert any(re.search(rule, failure) for failure in failures), f"not {rule!r}, but {failures}"
 
 
-def failures_of(error: BaseException | None) -> Iterator[str]:
-    """What an exception says, those of a group one by one."""
+def failures_of(run: Callable[[], object]) -> list[str]:
+    """What a run raises, as `Error: message`, those of a group one by one; nothing if it holds."""
+    try:
+        run()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001 - a failing test raises what it will
+        return list(_told(error))
+    return []
+
+
+def _told(error: BaseException) -> Iterator[str]:
     if isinstance(error, BaseExceptionGroup):
         for one in error.exceptions:
-            yield from failures_of(one)
-    elif error is not None:
+            yield from _told(one)
+    else:
         yield f"{type(error).__name__}: {error}"

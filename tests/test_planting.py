@@ -56,7 +56,7 @@ def test_a_mutation_that_raises_of_itself_is_an_error_of_the_mutation_whatever_b
 
 
 def test_a_protection_that_is_removed_with_a_wrong_signature_is_an_error_of_the_removal() -> None:
-    with pytest.raises(MisplantedError, match=r"raised TypeError: .* takes 1"):
+    with pytest.raises(MisplantedError, match="raised TypeError: an_argument_that_came_new"):
         assert_breaks(an_argument_that_came_new, every_await_of_the_confirmation, ".*")
 
 

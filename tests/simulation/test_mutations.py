@@ -66,8 +66,8 @@ def the_restore_fence_is_forgotten(patch: Planter) -> None:
     """A missing fence on the way to the device only."""
     real = LoopDevice.submit
 
-    def submit(self: Any, plan: Any, fence: Any) -> Any:
-        return real(self, plan, None if plan.direction.value == "to_device" else fence)
+    def submit(self: Any, plan: Any, fences: Any = ()) -> Any:
+        return real(self, plan, () if plan.direction.value == "to_device" else fences)
 
     patch.setattr(LoopDevice, "submit", submit)
 
@@ -175,7 +175,8 @@ def a_failed_read_is_tried_for_ever(patch: Planter) -> None:
 
 def a_child_outlives_the_node_that_it_hangs_from(patch: Planter) -> None:
     """A parent skipped: a node is committed though the ranks gave up the node of its step that has its parent."""
-    patch.setattr(staging, "_needs", lambda nodes: [0] * len(nodes))
+    real = staging._needs
+    patch.setattr(staging, "_needs", lambda *args: [0] * len(real(*args)))
 
 
 def a_stopped_search_mistakes_the_agreement(patch: Planter) -> None:
