@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import attrs
@@ -71,6 +71,8 @@ class CopyStarted:
     done: tuple[NodeId, ...] = ()
     """Nodes of the step that had nothing to copy."""
     failed: tuple[tuple[NodeId, SkipReason], ...] = ()
+    missing: Mapping[NodeId, PageKey] = attrs.field(factory=dict[NodeId, PageKey])
+    """For nodes that failed as `parent_absent`, the first key that the host lacks of what they hang from."""
     operation: OperationId = ("backup", 0)
     """What ranks agree on for this step."""
     generation: int = 0
@@ -160,12 +162,15 @@ class InventoryChanged:
 class BackupAck:
     """A step's one submit is over: each of the step's nodes is in `node_ids` or in `failed`, once.
 
-    The device pages of every node named may be changed from now on.
+    The device pages of every node named may be changed from now on. `missing` names for each node that failed as
+    `parent_absent` the first key of its path that the host is known to lack: write from there. What stands above a
+    node's `parent` the controller knows from the step's nodes and the host alone: the next ack may name an earlier key.
     """
 
     step: int
     node_ids: tuple[NodeId, ...]
     failed: tuple[tuple[NodeId, SkipReason], ...] = ()
+    missing: tuple[tuple[NodeId, PageKey], ...] = ()
 
 
 @attrs.frozen
@@ -183,7 +188,11 @@ class PrefetchReady:
 
 @attrs.frozen
 class RestoreFinished:
-    """A restore order is over and its claim released; the device has the prefix up to page `pages`."""
+    """A restore order is over and its claim released; the device has the prefix up to page `pages`.
+
+    In the pages that the order named it has of each pool what the policies ask for at `pages`; nothing is known of the
+    others. `pages` is less than was ordered where the policies allow no longer prefix (see `RestoreOrder`).
+    """
 
     request_id: RequestId
     pages: int

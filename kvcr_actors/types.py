@@ -289,12 +289,17 @@ class PrefetchRequest:
 class RestoreOrder:
     """Copy a ready prefetch's pages `[first, first + n)` into the device pages given, n a pool.
 
+    The device has the `first` pages before, so that it could go on from there: no more than the prefetch said, or than
+    `device_pages` says where the device has gained some meanwhile. A pool's device page is `NO_SLOT` where it needs
+    none, such as before a window. What is restored ends where every pool's policy can be kept (`RestoreFinished`).
     Lists and arrays are copied. InvalidNodeError names the field that is malformed.
     """
 
     request_id: RequestId
     first: int
     pages: Components = attrs.field(converter=_pages)
+    device_pages: int | None = None
+    """How many pages of the prefix the device has by now; None: no more than its prefetch said."""
 
     @property
     def count(self) -> int:
@@ -305,4 +310,11 @@ class RestoreOrder:
         check_request_id(self.request_id)
         what = f"restore of {named(self.request_id)}"
         check_count(what, "first", self.first)
+        if self.device_pages is not None:
+            check_count(what, "device_pages", self.device_pages)
+            if self.first > self.device_pages:
+                raise InvalidNodeError(
+                    f"{what}: first {self.first} is beyond the {self.device_pages} pages that the device has; begin "
+                    "there or before"
+                )
         object.__setattr__(self, "pages", checked_components(what, None, self.pages))

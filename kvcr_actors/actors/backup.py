@@ -71,11 +71,13 @@ class BackupActor:
             if not staging.nodes:
                 state.join_without(operation)
                 self._settled_step = step.step
-                state.acknowledge(step.step, staging.done, staging.failed)
+                state.acknowledge(step.step, staging.done, staging.failed, staging.missing)
                 return
             copy = self._launch(step, staging)
             done, failed, generation = tuple(staging.done), tuple(staging.failed), state.host.generation
-            started = CopyStarted(step.step, copy, staging.nodes, claim, done, failed, operation, generation)
+            started = CopyStarted(
+                step.step, copy, staging.nodes, claim, done, failed, staging.missing, operation, generation
+            )
             handed_over = self._hand_over(started)
         finally:
             if not handed_over:
@@ -105,7 +107,7 @@ class BackupActor:
             failed = [*started.failed, *((node.node_id, reason) for node in started.staged)]
             self._state.join_without(started.operation)
             self._settled_step = started.step
-            self._state.acknowledge(started.step, started.done, failed)
+            self._state.acknowledge(started.step, started.done, failed, started.missing)
             return False
         return True
 

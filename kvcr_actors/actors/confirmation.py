@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -10,6 +10,7 @@ import anyio
 import structlog
 
 from kvcr_actors.actors.state import LoopState
+from kvcr_actors.core.host_page import first_not_ready
 from kvcr_actors.core.host_tier import HostPage, PageState
 from kvcr_actors.core.ledger import ClaimState
 from kvcr_actors.errors import InboxClosedError, InboxFullError
@@ -18,12 +19,12 @@ from kvcr_actors.ports import Agreement, CopyOutcome
 from kvcr_actors.runtime.breath import PAGES_A_CALL
 from kvcr_actors.runtime.endings import run_endings
 from kvcr_actors.runtime.foreign import Tasks
-from kvcr_actors.types import NO_SLOT, NodeId, SkipReason
+from kvcr_actors.types import NO_SLOT, NodeId, PageKey, SkipReason
 
 log = structlog.get_logger()
 
-_Answer: TypeAlias = tuple[Sequence[NodeId], Sequence[tuple[NodeId, SkipReason]]]
-"""The nodes of a step that are done, and those that failed."""
+_Answer: TypeAlias = tuple[Sequence[NodeId], Sequence[tuple[NodeId, SkipReason]], Mapping[NodeId, PageKey]]
+"""The nodes of a step that are done, those that failed, and what is missing of the paths of some of them."""
 
 
 class ConfirmationActor:
@@ -156,7 +157,7 @@ class ConfirmationActor:
         state = self._state
         state.stats.backup.slices += outcome.slices
         state.stats.backup.bytes += outcome.bytes
-        done, failed = list(started.done), list(started.failed)
+        done, failed, missing = list(started.done), list(started.failed), dict(started.missing)
         ready: list[HostPage] = []
         tails: list[HostPage] = []
         filled: list[HostPage] = []
@@ -165,7 +166,10 @@ class ConfirmationActor:
             state.breathe()
             bit = 1 << node.position
             if not good & agreed & bit or node.needs & ~kept:
-                failed.append((node.node_id, _reason(node, outcome, is_good=bool(good & 1 << node.position))))
+                reason = _reason(node, outcome, is_good=bool(good & 1 << node.position))
+                failed.append((node.node_id, reason))
+                if reason is SkipReason.PARENT_ABSENT and node.above is not None:
+                    missing[node.node_id] = first_not_ready(node.above).key
                 continue
             kept |= bit
             if node.growths:
@@ -180,7 +184,7 @@ class ConfirmationActor:
         ready.extend(state.commit(filled))
         state.publish_changes()
         self._deposit(started.step, ready, tails)
-        self._settled[started.step] = (done, failed)
+        self._settled[started.step] = (done, failed, missing)
 
     def _deposit(self, step: int, ready: Sequence[HostPage], tails: Sequence[HostPage]) -> None:
         """Send pages to the store: those that became ready, and tails of old ones that it lacks."""
@@ -210,13 +214,13 @@ class ConfirmationActor:
             done, failed = (), [*failed, *((node_id, reason) for node_id in done)]
         if not joined:
             self._state.join_without(started.operation)
-        self._end(started, (done, failed))
+        self._end(started, (done, failed, started.missing))
 
     def _end(self, started: CopyStarted, answer: _Answer) -> None:
-        state, (done, failed) = self._state, answer
+        state, (done, failed, missing) = self._state, answer
         run_endings(
             partial(state.release_when_quiet, started.copy, started.claim, self._size(started)),
-            partial(state.acknowledge, started.step, done, failed),
+            partial(state.acknowledge, started.step, done, failed, missing),
         )
 
     def _size(self, started: CopyStarted) -> int:

@@ -48,7 +48,7 @@ def answer_prefix(
     if not prefix.is_over:
         prefix.end()
     if not prefix.answered:
-        account = prefix.account(prefix.request.device_pages, drop)
+        account = prefix.account(drop)
         answers.append(prefix.answer(answer(account)))
         state.stats.settle(account)
 

@@ -40,12 +40,13 @@ class PrefixReader:
         self._filler = PageFiller(state, self._failed, self._share)
 
     def is_all_held(self, prefix: HeldPrefix, found: Sequence[HostPage]) -> bool:
-        """Whether the store can add nothing to the ready pages that were found: there is none, or all are whole."""
-        if self._state.store is None:
-            return True
-        count = len(prefix.request.keys)
+        """Whether nothing can be added to the ready pages that were found: no page fills, and no store has more."""
+        state, keys = self._state, prefix.request.keys
+        count = len(keys)
         if len(found) < count:
-            return False
+            return state.store is None and state.host.get(keys[len(found)]) is None
+        if state.store is None:
+            return True
         return longest(boundaries([page.mask for page in found], self._state.device.layout)) == count
 
     def ask(self, prefix: HeldPrefix, found: Sequence[HostPage], now: float) -> Question | None:
@@ -92,6 +93,7 @@ class PrefixReader:
         """
         store = self._state.store
         if store is None:
+            await self._wait_for_fills(prefix)
             await self.join(prefix, accord)
             return
         with store.serving(prefix.request):
@@ -100,6 +102,17 @@ class PrefixReader:
     async def join(self, prefix: HeldPrefix, accord: Accord) -> None:
         """Make the agreements that come before the last with what is held, for a search that reads no more."""
         await self._survey.join(prefix, accord)
+
+    async def _wait_for_fills(self, prefix: HeldPrefix) -> None:
+        """Take in what is being filled for others, page after page: no store has it sooner."""
+        state, keys = self._state, prefix.request.keys
+        while prefix.is_current:
+            self._catch_up(prefix)
+            start = len(prefix.pages)
+            page = state.host.get(keys[start]) if start < len(keys) else None
+            if page is None or state.is_stuck(page):
+                return
+            await state.filled(page)
 
     async def _read(self, prefix: HeldPrefix, accord: Accord, store: GuardedStore, question: Question | None) -> None:
         keys, state = prefix.request.keys, self._state

@@ -1,4 +1,11 @@
-"""Restore, host to device: a step's orders become one submit, and their claims end when it is quiet."""
+"""Restore, host to device: a step's orders become one submit, and their claims end when it is quiet.
+
+An order may ask for less than stands ready, begin where the engine likes, and name no device page where it wants none.
+So the pools' policies are asked again: what is copied and told ends at the longest prefix that every pool allows, given
+what the device has before the order's first page, what the host has, and what the order names pages for. Ranks choose
+among the lengths on which they agreed. An order that begins beyond what the device has would leave a hole: nothing is
+copied then.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +25,7 @@ from kvcr_actors.ports import CopyOutcome
 from kvcr_actors.runtime.endings import run_endings
 from kvcr_actors.runtime.foreign import Tasks
 from kvcr_actors.transfers import Operation
-from kvcr_actors.types import NO_SLOT, Components, MissReason, RestoreOrder
+from kvcr_actors.types import Components, MissReason, RestoreOrder
 
 log = structlog.get_logger()
 
@@ -29,9 +36,20 @@ class _Taken:
 
     order: RestoreOrder
     prefix: HeldPrefix
-    slots: Components = ()
-    first: int = 0
-    """The page of the prefix up to which the device had it before."""
+    end: int = 0
+    """The page of the prefix up to which the device has it when the copy succeeds."""
+
+    @property
+    def count(self) -> int:
+        """Pages to copy."""
+        return max(0, self.end - self.order.first)
+
+    @property
+    def copied(self) -> tuple[Components, Components]:
+        """The device pages and host slots of what is copied."""
+        pages, first = self.order.pages, self.order.first
+        slots = tuple(zip(*(page.slots for page in self.prefix.pages[first : self.end]), strict=True))
+        return tuple(one[: self.count] for one in pages), slots
 
 
 class RestoreActor:
@@ -67,7 +85,7 @@ class RestoreActor:
             prefix = self._state.prefixes.pop(order.request_id, None)
             if prefix is not None:
                 prefix.advance(Phase.RESTORING)
-                taken.append(_Taken(order, prefix, first=order.first))
+                taken.append(_Taken(order, prefix))
         run_endings(
             partial(self._finish, taken, ok=False),
             *(partial(self._state.restores.reach, step.number) for step in batch),
@@ -91,9 +109,9 @@ class RestoreActor:
         try:
             for order in step.orders:
                 self._take(order, taken)
-            copying = [one for one in taken if one.order.count]
+            copying = [one for one in taken if one.count]
             if copying:
-                plan = plan_copy(Direction.TO_DEVICE, [(one.order.pages, one.slots) for one in copying])
+                plan = plan_copy(Direction.TO_DEVICE, [one.copied for one in copying])
                 copy = state.device.submit(plan, () if step.fence is None else (step.fence,))
                 state.stats.restore_submits += 1
                 self._tasks.start_soon(self._follow, copy, copying, name="restore")
@@ -101,7 +119,7 @@ class RestoreActor:
             handed_over = True
         finally:
             if handed_over or copy is None:
-                self._finish([one for one in taken if not handed_over or not one.order.count], ok=handed_over)
+                self._finish([one for one in taken if not handed_over or not one.count], ok=handed_over)
             else:
                 self._settle(copy, taken, None)
 
@@ -112,16 +130,17 @@ class RestoreActor:
             log.info("restore.moot", request_id=order.request_id)
             return
         prefix.advance(Phase.RESTORING)
-        pages = prefix.pages[order.first : order.first + order.count]
-        pools = len(self._state.device.layout.pools)
-        fits = prefix.request.device_pages <= order.first <= len(prefix.pages) - order.count
-        if not fits or len(order.pages) != pools or not is_within(order.pages, self._state.device_pages()):
+        taken.append(_Taken(order, prefix))  # from here on it is answered, whatever raises
+        layout, pages = self._state.device.layout, order.pages
+        fits = prefix.fits(order) and len(pages) == len(layout.pools)
+        if not fits or not is_within(pages, self._state.device_pages()):
             log.error("restore.refused", request_id=order.request_id, first=order.first, count=order.count)
-            first = order.first if order.first <= len(prefix.pages) else prefix.request.device_pages
-            self._finish([_Taken(order, prefix, first=first)], ok=False)
+            self._finish([taken.pop()], ok=False)
             return
-        slots = tuple(zip(*(page.slots for page in pages), strict=True)) if pages else ()
-        taken.append(_Taken(order, prefix, slots, order.first))
+        end = prefix.restore_end(order, layout)
+        if end < order.first + order.count:
+            log.info("restore.shortened", request_id=order.request_id, ordered=order.first + order.count, pages=end)
+        taken[-1] = _Taken(order, prefix, end)
 
     async def _follow(self, copy: Operation[CopyOutcome], taken: Sequence[_Taken]) -> None:
         """Wait for the copy to be quiet: until then the engine must not reuse its pages, nor the host its slots."""
@@ -145,15 +164,14 @@ class RestoreActor:
     def _settle(self, copy: Operation[CopyOutcome], taken: Sequence[_Taken], outcome: CopyOutcome | None) -> None:
         state = self._state
         if not copy.is_quiet:
-            size = sum(one.order.count for one in taken) * state.device.layout.page_bytes
+            size = sum(one.count for one in taken) * state.device.layout.page_bytes
             self._finish_when_quiet(copy, taken, size)
             return
         failed: Mapping[int, str] = {} if outcome is None else outcome.failed
         for pool, error in failed.items():
             log.error("restore.pool_failed", pool=state.device.layout.pools[pool].name, error=error)
-        hurt = [one for one in taken if any(slot != NO_SLOT for pool in failed for slot in one.slots[pool])]
-        self._finish([one for one in taken if one not in hurt], ok=outcome is not None)
-        self._finish(hurt, ok=False)
+        # Every policy asks for the last page of what is restored: no order can do without a pool.
+        self._finish(taken, ok=outcome is not None and not failed)
 
     def _finish_when_quiet(self, copy: Operation[CopyOutcome], taken: Sequence[_Taken], size: int) -> None:
         finish = partial(run_endings, partial(self._finish, taken, ok=False))
@@ -172,17 +190,18 @@ class RestoreActor:
             prefix.end()
         if prefix.answered:
             return
+        short = MissReason.INCOMPLETE if ok else MissReason.RESTORE_FAILED
         if not prefix.is_current:
-            ok, self._state.ended_by_reset = False, self._state.ended_by_reset + 1
-        used = one.first + order.count if ok else one.first
-        failure = MissReason.RESTORE_FAILED if prefix.is_current else MissReason.RESET
-        account = prefix.account(used, MissReason.NOT_RESTORED if ok else failure, one.first)
+            ok, short, self._state.ended_by_reset = False, MissReason.RESET, self._state.ended_by_reset + 1
+        own = prefix.own_pages(order)
+        used = one.end if ok else own
+        account = prefix.account_for(order, used, short)
         answers.append(prefix.answer(RestoreFinished(order.request_id, used, account)))
         stats.settle(account)
-        if not ok:
-            stats.prefetch.failed += 1
-        elif order.count:
+        if used > own:
             stats.prefetch.used += 1
-            stats.restored_pages += order.count
+            stats.restored_pages += used - own
+        elif order.count or not ok:
+            stats.prefetch.failed += 1
         else:
             stats.prefetch.cancelled += 1

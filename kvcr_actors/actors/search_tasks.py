@@ -66,3 +66,4 @@ class SearchTasks:
                 agreed = await accord.agree(prefix.boundaries(layout), last=True)
             prefix.truncate(layout)
             prefix.limit(longest(agreed), MissReason.RANKS_DISAGREED)
+            prefix.agreed = agreed

@@ -13,6 +13,7 @@ import structlog
 from kvcr_actors.actors.state import LoopState
 from kvcr_actors.core.copy_plan import is_within
 from kvcr_actors.core.hit_policy import component_masks
+from kvcr_actors.core.host_page import first_not_ready
 from kvcr_actors.core.host_tier import Growth, HostPage, NewPath, PageState
 from kvcr_actors.errors import NoHostMemoryError
 from kvcr_actors.messages import StagedNode
@@ -52,6 +53,10 @@ class StepStaging:
         """Nodes with something to copy."""
         self.done: list[NodeId] = []
         self.failed: list[tuple[NodeId, SkipReason]] = []
+        self.missing: dict[NodeId, PageKey] = {}
+        """What the nodes hang from that failed for it: the first key of each path that the host lacks."""
+        self._missing_above: dict[PageKey, PageKey] = {}
+        """The same for the keys that the host lacks of all nodes that failed: later ones may hang from them."""
 
     def stage(self, nodes: Sequence[BackupNode], stale: int = 0) -> None:
         """Reserve slots for what the host lacks of the nodes' pages, or note why not. Called once.
@@ -86,7 +91,8 @@ class StepStaging:
         if node.parent is not None:
             parent = host.get(node.parent)
             if parent is None:
-                self.failed.append((node.node_id, SkipReason.PARENT_ABSENT))
+                missing = self._missing_above.get(node.parent, node.parent)
+                self._fail(node, SkipReason.PARENT_ABSENT, node.keys, missing)
                 return
         held = self._held(node)
         lacking = _lacking(node, held)
@@ -98,7 +104,7 @@ class StepStaging:
         try:
             growths = self._stage_growths(node, held, lacking)
         except NoHostMemoryError:
-            self.failed.append((node.node_id, SkipReason.NO_HOST_MEMORY))
+            self._fail(node, SkipReason.NO_HOST_MEMORY, node.keys[len(held) :])
             return
         parent = held[-1] if held else parent
         if len(held) == len(node.keys):
@@ -109,11 +115,24 @@ class StepStaging:
             keys, wanted = keys[len(held) :], tuple(pages[len(held) :] for pages in wanted)
         if host.absent_run(keys) < len(keys):
             # A page of a given-up parent is still filling further down: it blocks its key until its copy is quiet.
-            self.failed.append((node.node_id, SkipReason.PARENT_ABSENT))
+            self._fail(node, SkipReason.PARENT_ABSENT, keys)
             return
         path = NewPath(parent, keys, component_masks(wanted))
         self._waiting.append(_Waiting(position, node, path, wanted, growths))
         self._waiting_keys.update(keys)
+
+    def _fail(
+        self, node: BackupNode, reason: SkipReason, lacking: Sequence[PageKey], missing: PageKey | None = None
+    ) -> None:
+        """Note a node that is not backed up, which keys the host lacks, and the first that is missing of its path."""
+        self.failed.append((node.node_id, reason))
+        if not lacking:
+            return
+        missing = lacking[0] if missing is None else missing
+        if reason is SkipReason.PARENT_ABSENT:
+            self.missing[node.node_id] = missing
+        for key in lacking:
+            self._missing_above.setdefault(key, missing)
 
     def _held(self, node: BackupNode) -> list[HostPage]:
         """The leading pages of a node that the host has, or that are on their way there."""
@@ -146,15 +165,15 @@ class StepStaging:
             self._note(one, pages)
 
     def _reserve_one(self, one: _Waiting) -> None:
-        parent, node_id = one.path.parent, one.node.node_id
+        parent = one.path.parent
         if parent is not None and parent.state is PageState.GONE:
             # Evicted for a node before this one.
-            self.failed.append((node_id, SkipReason.PARENT_ABSENT))
+            self._fail(one.node, SkipReason.PARENT_ABSENT, one.path.keys, first_not_ready(parent).key)
             return
         try:
             (pages,) = self._state.host.reserve_all([one.path])
         except NoHostMemoryError:
-            self.failed.append((node_id, SkipReason.NO_HOST_MEMORY))
+            self._fail(one.node, SkipReason.NO_HOST_MEMORY, one.path.keys)
             return
         self.pages.extend(pages)
         self._note(one, pages)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,7 +46,7 @@ from kvcr_actors.runtime.inbox import Inbox
 from kvcr_actors.runtime.outbox import Outbox
 from kvcr_actors.runtime.progress import Progress
 from kvcr_actors.transfers import Operation
-from kvcr_actors.types import MissReason, NodeId, RequestId, SkipReason, Tier
+from kvcr_actors.types import MissReason, NodeId, PageKey, RequestId, SkipReason, Tier
 
 log = structlog.get_logger()
 
@@ -113,12 +113,19 @@ class LoopState:
     def __attrs_post_init__(self) -> None:
         self.owed = OwedDeposits(self.stats, self.outbox)
 
-    def acknowledge(self, step: int, done: Sequence[NodeId], failed: Sequence[tuple[NodeId, SkipReason]]) -> None:
+    def acknowledge(
+        self,
+        step: int,
+        done: Sequence[NodeId],
+        failed: Sequence[tuple[NodeId, SkipReason]],
+        missing: Mapping[NodeId, PageKey] | None = None,
+    ) -> None:
         """Tell the engine that a step's device pages may change, and count what was not backed up."""
         for _, reason in failed:
             self.stats.backup.skipped[reason] += 1
             self.ended_by_reset += reason is SkipReason.RESET
-        self.outbox.deliver((BackupAck(step, tuple(done), tuple(failed)),))
+        named = () if not missing else tuple(missing.items())
+        self.outbox.deliver((BackupAck(step, tuple(done), tuple(failed), named),))
 
     def is_stale(self, resets: int) -> bool:
         """Whether an order was given before a reset that was begun; one given after a reset begins that first."""

@@ -32,8 +32,9 @@ class PrefixOutcome:
     """How far one request's prefix came, in pages from the root.
 
     `device <= total` pages were on the device. `host` is the leading run found in host memory, `ready` what stood
-    ready in host memory after the store's reads, `used` what the device has at the end. Pages from
-    `max(ready, device)` on were not found, for `miss`; pages that were ready but not used have `drop` as their reason.
+    ready in host memory after the store's reads, `ordered` what a restore was to bring to the device, `used` what the
+    device has at the end. Pages from `max(ready, device)` on were not found, for `miss`. Of those that were ready but
+    not used, the ones that were ordered have `short` as their reason, the others `drop`.
     """
 
     total: int
@@ -44,6 +45,8 @@ class PrefixOutcome:
     miss: MissReason
     drop: MissReason = MissReason.NOT_RESTORED
     store_on: bool = True
+    ordered: int = 0
+    short: MissReason = MissReason.INCOMPLETE
 
 
 def settle(outcome: PrefixOutcome) -> RequestAccount:
@@ -55,22 +58,23 @@ def settle(outcome: PrefixOutcome) -> RequestAccount:
     host_end = max(device, outcome.host if outcome.store_on else max(outcome.host, outcome.ready))
     ready_end = max(host_end, outcome.ready)
     used_end = min(max(device, outcome.used), ready_end)
+    short_end = min(max(used_end, outcome.ordered), ready_end)
+    unused = ((used_end, short_end, outcome.short), (short_end, ready_end, outcome.drop))
+
+    def dropped(start: int, end: int) -> list[tuple[MissReason, int]]:
+        return [(reason, max(0, min(end, last) - max(start, first))) for first, last, reason in unused]
 
     host_used = max(0, min(used_end, host_end) - device)
-    host_dropped = host_end - device - host_used
     passed_on = outcome.total - host_end
-    store_used = max(0, used_end - host_end)
-    store_dropped = ready_end - host_end - store_used
-    missed = outcome.total - ready_end
+    missed = (outcome.miss, outcome.total - ready_end)
 
     absent = MissReason.ABSENT if outcome.store_on else outcome.miss
-    host = TierAccount(outcome.total - device, host_used, _counts((outcome.drop, host_dropped), (absent, passed_on)))
+    host = TierAccount(outcome.total - device, host_used, _counts(*dropped(device, host_end), (absent, passed_on)))
     store = TierAccount()
     if outcome.store_on:
-        reasons = _counts((outcome.drop, store_dropped), (outcome.miss, missed))
-        store = TierAccount(passed_on, store_used, reasons)
-    terminal = _counts((outcome.drop, host_dropped + store_dropped), (outcome.miss, missed))
-    return RequestAccount(host, store, terminal)
+        store_used = max(0, used_end - host_end)
+        store = TierAccount(passed_on, store_used, _counts(*dropped(host_end, ready_end), missed))
+    return RequestAccount(host, store, _counts(*dropped(device, ready_end), missed))
 
 
 def _counts(*pairs: tuple[MissReason, int]) -> dict[MissReason, int]:

@@ -1,6 +1,10 @@
 """Which prefix lengths can be restored: each pool's hit policy turns the pages it has into a bit set of boundaries.
 
 In a bit set of pages bit `i` is page `i`; in a bit set of boundaries bit `b` is the prefix of `b` pages.
+
+A restore need not begin at the root. Where it begins, the device has a prefix from which it could go on, so each pool
+has there what its policy asks for: the part of a window that lies before is on the device, and only what lies behind
+must come from the host. So the same rules, applied to the pages behind alone, say where a restore may end.
 """
 
 from __future__ import annotations
@@ -10,11 +14,14 @@ from typing import assert_never
 
 from kvcr_actors.types import NO_SLOT, AllPages, BlockGroups, CacheLayout, Components, HitPolicy, TrailingPages
 
+EVERY_BOUNDARY = -1
+"""The bit set in which every boundary is."""
 
-def legal_boundaries(policy: HitPolicy, present: int, pages: int) -> int:
+
+def legal_boundaries(policy: HitPolicy, present: int, pages: int, first: int = 0) -> int:
     """Return the boundaries of a path of `pages` pages that a pool allows which has the pages `present`.
 
-    Bit 0 is always set: nothing can be restored from nothing.
+    The path begins behind `first` pages that the device has. Bit 0 is always set: nothing more is always possible.
     """
     every = (2 << pages) - 1
     match policy:
@@ -23,26 +30,40 @@ def legal_boundaries(policy: HitPolicy, present: int, pages: int) -> int:
         case TrailingPages(count):
             return _trailing(present, max(1, min(count, pages))) & every
         case BlockGroups(size):
-            ends = ((1 << (pages // size + 1) * size) - 1) // ((1 << size) - 1)
-            return _leading(present) & ends & every
+            ends = ((1 << ((first + pages) // size + 1) * size) - 1) // ((1 << size) - 1)
+            return _leading(present) & (ends >> first | 1) & every
         case _:
             assert_never(policy)
 
 
-def boundaries(masks: Sequence[int], layout: CacheLayout) -> int:
+def boundaries(masks: Sequence[int], layout: CacheLayout, first: int = 0) -> int:
     """Return the boundaries that every pool of the layout allows.
 
-    `masks[i]` is the bit set of the pools that have page `i`. An empty path has the boundary 0 only.
+    `masks[i]` is the bit set of the pools that have page `i` of the path, which begins behind `first` pages that the
+    device has. An empty path has the boundary 0 only.
     """
     pages = len(masks)
     everywhere = masks.count((1 << len(layout.pools)) - 1) == pages
     legal = (2 << pages) - 1
     for pool, spec in enumerate(layout.pools):
         if not everywhere:
-            legal &= legal_boundaries(spec.policy, _presence(masks, pool), pages)
+            legal &= legal_boundaries(spec.policy, _presence(masks, pool), pages, first)
         elif isinstance(spec.policy, BlockGroups):
-            legal &= legal_boundaries(spec.policy, (1 << pages) - 1, pages)
+            legal &= legal_boundaries(spec.policy, (1 << pages) - 1, pages, first)
     return legal
+
+
+def restore_end(
+    held: Sequence[int], given: Sequence[int], first: int, layout: CacheLayout, allowed: int = EVERY_BOUNDARY
+) -> int:
+    """Return the end of the longest prefix that the device may have after a restore; `first` if none is longer.
+
+    `held[i]` are the pools that the host has of page `i` of the prefix, `given[i]` the pools for which the order names
+    a device page for page `first + i`. The device has the pages before `first`. `allowed` are the boundaries among
+    which to choose, where ranks must choose alike.
+    """
+    masks = [have & slots for have, slots in zip(held[first:], given, strict=False)]
+    return first + longest(boundaries(masks, layout, first) & allowed >> first)
 
 
 def needed_masks(layout: CacheLayout, boundary: int) -> list[int]:

@@ -57,6 +57,13 @@ class HostPage(TreePage):
         return f"<host page {self.key.hex()[:16]}, {self.state.value}, slots {self.slots}>"
 
 
+def first_not_ready(page: HostPage) -> HostPage:
+    """Return the page nearest to the root that is not READY, of a page that is not and those above it."""
+    while page.parent is not None and page.parent.state is not PageState.READY:
+        page = page.parent
+    return page
+
+
 @attrs.frozen
 class NewPath:
     """Pages to reserve below `parent` (None: the root), root to tail; a parent is a page that the tier holds.

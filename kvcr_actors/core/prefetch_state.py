@@ -9,10 +9,17 @@ from typing import TypeVar
 import attrs
 
 from kvcr_actors.core.accounting import PrefixOutcome, RequestAccount, settle
-from kvcr_actors.core.hit_policy import boundaries, longest, needed_masks
+from kvcr_actors.core.hit_policy import (
+    EVERY_BOUNDARY,
+    boundaries,
+    component_masks,
+    longest,
+    needed_masks,
+    restore_end,
+)
 from kvcr_actors.core.host_tier import HostPage, HostTier
 from kvcr_actors.core.ledger import Claim, ClaimLedger
-from kvcr_actors.types import CacheLayout, MissReason, PrefetchRequest
+from kvcr_actors.types import CacheLayout, MissReason, PrefetchRequest, RestoreOrder
 
 AnswerT = TypeVar("AnswerT")
 
@@ -51,6 +58,8 @@ class HeldPrefix:
     host_pages: int = 0
     """Pages that the host had when the request came."""
     miss: MissReason = MissReason.ABSENT
+    agreed: int = EVERY_BOUNDARY
+    """The boundaries that every rank can restore; a restore ends at one of them, so that it ends alike everywhere."""
     expires_at: float = 0.0
     failed: bool = False
     """Whether a store operation failed on the way."""
@@ -152,13 +161,51 @@ class HeldPrefix:
             self._when_ended.pop(0)()
         self._over = True
 
-    def account(self, used: int, drop: MissReason, device: int | None = None) -> RequestAccount:
-        """Account for the request: the device has its prefix up to page `used` and had `device` of it by itself."""
-        total = len(self.request.keys)
-        device = self.request.device_pages if device is None else min(device, total)
+    def own_pages(self, order: RestoreOrder) -> int:
+        """How many pages the device has before a restore, as the order says."""
+        return min(order.first, self._device_pages(order))
+
+    def fits(self, order: RestoreOrder) -> bool:
+        """Whether an order begins within what the device has, and asks for no more than stands ready."""
+        if order.first > self._device_pages(order):
+            return False
+        return not order.count or order.first + order.count <= len(self.pages)
+
+    def restore_end(self, order: RestoreOrder, layout: CacheLayout) -> int:
+        """The end of the longest prefix that the device may have after an order that fits."""
+        if not order.count:
+            return order.first
+        held = [page.mask for page in self.pages]
+        return restore_end(held, component_masks(order.pages), order.first, layout, self.agreed)
+
+    def account(self, drop: MissReason) -> RequestAccount:
+        """Account for a request of which nothing came to the device, for `drop`."""
+        return self._account(self.request.device_pages, self.request.device_pages, drop=drop)
+
+    def account_for(self, order: RestoreOrder, used: int, short: MissReason) -> RequestAccount:
+        """Account for a restore after which the device has the pages before `used`; ordered and not used are `short`.
+
+        An order that does not fit is accounted for with all that stood ready.
+        """
+        ordered = order.first + order.count if self.fits(order) else len(self.pages)
+        return self._account(self.own_pages(order), used, ordered=ordered, short=short)
+
+    def _device_pages(self, order: RestoreOrder) -> int:
+        told = self.request.device_pages if order.device_pages is None else order.device_pages
+        return min(told, len(self.request.keys))
+
+    def _account(
+        self,
+        device: int,
+        used: int,
+        *,
+        drop: MissReason = MissReason.NOT_RESTORED,
+        ordered: int = 0,
+        short: MissReason = MissReason.INCOMPLETE,
+    ) -> RequestAccount:
         return settle(
             PrefixOutcome(
-                total=total,
+                total=len(self.request.keys),
                 device=device,
                 host=min(self.host_pages, len(self.pages)),
                 ready=len(self.pages),
@@ -166,6 +213,8 @@ class HeldPrefix:
                 miss=self.miss,
                 drop=drop,
                 store_on=self.store_on,
+                ordered=ordered,
+                short=short,
             )
         )
 

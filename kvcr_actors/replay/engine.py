@@ -190,7 +190,7 @@ class ReplayEngine:
             # By now the device may hold more than stands ready: then the order only gives the prefix back.
             first = min(request.held, request.ready)
             request.restoring = (first, ids)
-            orders.append(RestoreOrder(request.request_id, first, (ids,) * len(self._pools)))
+            orders.append(RestoreOrder(request.request_id, first, (ids,) * len(self._pools), request.held))
         return orders
 
     def _restored(self, request: _Request, done: RestoreFinished) -> None:

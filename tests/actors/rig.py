@@ -220,10 +220,15 @@ class Rig:
         self.desk.flush_pending_backups()
 
     def give_restore(
-        self, request_id: RequestId, count: int, first: int = 0, fence: object | None = None
+        self,
+        request_id: RequestId,
+        count: int,
+        first: int = 0,
+        fence: object | None = None,
+        device_pages: int | None = None,
     ) -> Sequence[int]:
         ids = [next(self._free_page) for _ in range(count)]
-        order = RestoreOrder(request_id, first, tuple(tuple(ids) for _ in POOLS))
+        order = RestoreOrder(request_id, first, tuple(tuple(ids) for _ in POOLS), device_pages)
         self.orders.restore(order)
         self.desk.restore(order)
         self.desk.flush_pending_backups(fence)

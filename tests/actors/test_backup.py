@@ -93,6 +93,7 @@ async def test_scenario_40_a_child_is_refused_whose_parent_failed_in_the_same_st
             parent.node_id: SkipReason.COPY_FAILED,
             child.node_id: SkipReason.PARENT_ABSENT,
         }
+        assert ack.missing == ((child.node_id, a[0]),)
         assert rig.assembly.host.contents() == set(b)
         await rig.quiet()
         again = await rig.back_up(rig.node(chain("a", 3)))
@@ -108,7 +109,35 @@ async def test_scenario_40_a_child_is_refused_whose_parent_the_host_never_had() 
         ack = await rig.back_up(child)
         assert ack is not None
         assert ack.failed == ((child.node_id, SkipReason.PARENT_ABSENT),)
+        assert ack.missing == ((child.node_id, chain("a", 2)[0]),)
         assert rig.device.submits == 0
+    rig.check()
+
+
+async def test_every_node_below_one_that_failed_names_the_first_key_that_the_host_lacks() -> None:
+    rig = Rig(host_slots=4, store_pages=None)
+    a, b = chain("a", 4), chain("b", 7)
+    async with rig.running():
+        nodes = [rig.node(a[1:2], a[0]), rig.node(a[2:3], a[1]), rig.node(a[3:], a[2])]
+        ack = await rig.back_up(*nodes)
+        assert ack is not None
+        assert ack.missing == tuple((node.node_id, a[0]) for node in nodes)
+        ack = await rig.back_up(rig.node(a))  # from there on
+        assert ack is not None
+        assert not ack.failed
+        rig.forget_host()
+        ack = await rig.back_up(rig.node(b[:2]))
+        assert ack is not None
+        assert (ack.failed, ack.missing) == ((), ())
+        big, below = rig.node(b[2:6], b[1]), rig.node(b[6:], b[5])
+        ack = await rig.back_up(big, below)
+        assert ack is not None
+        assert dict(ack.failed) == {
+            big.node_id: SkipReason.NO_HOST_MEMORY,
+            below.node_id: SkipReason.PARENT_ABSENT,
+        }
+        assert ack.missing == ((below.node_id, b[2]),)
+        await rig.quiet()
     rig.check()
 
 
@@ -122,6 +151,7 @@ async def test_a_node_whose_pages_another_step_still_copies_is_done_only_when_th
             ack = await rig.ack(step)
             assert ack is not None
             assert [why for _, why in ack.failed] == [reason]
+            assert [key for _, key in ack.missing] == [keys[0]] * (reason is SkipReason.PARENT_ABSENT)
             assert not ack.node_ids
         third = await rig.back_up(rig.node(keys))
         assert third is not None

@@ -103,23 +103,23 @@ async def test_a_restore_that_is_given_up_between_outcome_and_quiet_keeps_its_cl
     rig.check()
 
 
-async def test_one_pools_failure_fails_only_the_orders_that_use_it() -> None:
+async def test_one_pools_failure_fails_every_order_since_each_needs_every_pool() -> None:
     rig = Rig(device_faults=FaultPlan({("to_device.side", 0): Fault.FAIL}), store_pages=None)
     a, b = chain("a", 2), chain("b", 2)
     async with rig.running():
         await rig.back_up(rig.node(a), rig.node(b))
         for request_id, keys in (("a", a), ("b", b)):
             await rig.prefetched(request_id, keys)
-        free = [900, 901]
-        for request_id, side in (("a", free), ("b", [-1, -1])):
-            order = RestoreOrder(request_id, 0, (tuple(free), tuple(side)))
+        for request_id, free in (("a", (900, 901)), ("b", (902, 903))):
+            order = RestoreOrder(request_id, 0, (free, free))
             rig.orders.restore(order)
             rig.desk.restore(order)
         rig.desk.flush_pending_backups()
-        first, second = await rig.reply("a"), await rig.reply("b")
-        assert isinstance(first, RestoreFinished)
-        assert first.pages == 0
-        assert isinstance(second, RestoreFinished)
+        for request_id in ("a", "b"):
+            finished = await rig.reply(request_id)
+            assert isinstance(finished, RestoreFinished)
+            assert finished.pages == 0
+            assert finished.account.reasons == {MissReason.RESTORE_FAILED: 2}
         await rig.quiet()
         assert rig.stats.restore_submits == 1
     rig.check()
@@ -130,12 +130,13 @@ async def test_orders_that_do_not_fit_their_prefix_are_refused_and_their_claims_
     keys = chain("a", 3)
     async with rig.running():
         await rig.back_up(rig.node(keys))
-        for number, (first, count) in enumerate(((0, 4), (3, 1), (1, 3))):
+        for number, (first, count, device_pages) in enumerate(((0, 4, None), (3, 1, 3), (1, 3, 2), (1, 1, None))):
             await rig.prefetched(number, keys)
-            rig.give_restore(number, count, first)
+            rig.give_restore(number, count, first, device_pages=device_pages)
             finished = await rig.reply(number)
             assert isinstance(finished, RestoreFinished)
-            assert finished.pages == first
+            assert finished.pages == (first if device_pages else 0)
+            assert finished.account.reasons == {MissReason.RESTORE_FAILED: 3 - finished.pages} or finished.pages == 3
         await rig.prefetched("empty", keys)
         rig.give_restore("empty", 0)
         assert isinstance(await rig.reply("empty"), RestoreFinished)

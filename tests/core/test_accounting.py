@@ -24,6 +24,8 @@ def outcomes(draw: st.DrawFn) -> PrefixOutcome:
         miss=draw(st.sampled_from(MissReason)),
         drop=draw(st.sampled_from(MissReason)),
         store_on=draw(st.booleans()),
+        ordered=draw(within),
+        short=draw(st.sampled_from(MissReason)),
     )
 
 
@@ -62,6 +64,14 @@ def test_pages_that_were_ready_but_not_used_say_why() -> None:
     assert account.host.reasons == {MissReason.CANCELLED: 1, MissReason.ABSENT: 3}
     assert account.store.reasons == {MissReason.CANCELLED: 2, MissReason.DEADLINE: 1}
     assert account.reasons == {MissReason.CANCELLED: 3, MissReason.DEADLINE: 1}
+
+
+def test_what_was_ordered_and_not_used_has_a_reason_of_its_own() -> None:
+    account = settle(PrefixOutcome(total=9, device=1, host=4, ready=8, used=3, miss=MissReason.ABSENT, ordered=6))
+    assert (account.host.used, account.store.used) == (2, 0)
+    assert account.host.reasons == {MissReason.INCOMPLETE: 1, MissReason.ABSENT: 5}
+    assert account.store.reasons == {MissReason.INCOMPLETE: 2, MissReason.NOT_RESTORED: 2, MissReason.ABSENT: 1}
+    assert account.reasons == {MissReason.INCOMPLETE: 3, MissReason.NOT_RESTORED: 2, MissReason.ABSENT: 1}
 
 
 def test_without_a_store_the_host_gives_the_final_reason() -> None:

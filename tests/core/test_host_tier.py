@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvcr_actors.core.arena import SlotArena
 from kvcr_actors.core.eviction import LruEviction
+from kvcr_actors.core.host_page import first_not_ready
 from kvcr_actors.core.host_tier import HostPage, HostTier, NewPath, PagesFreed, PagesRemoved, PagesStored, PageState
 from kvcr_actors.core.inventory import BlocksRemoved, BlocksStored, InventoryIndex
 from kvcr_actors.errors import NoHostMemoryError
@@ -494,3 +495,12 @@ class HostTierMachine(RuleBasedStateMachine):
 
 TestHostTierMachine = HostTierMachine.TestCase
 TestHostTierMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_the_first_page_that_is_not_ready_is_the_one_nearest_to_the_root() -> None:
+    tier = HostTier(ONE_POOL, 8)
+    (root,) = ready(tier, "a")
+    filling = tier.reserve(root, names("bcd"))
+    assert [first_not_ready(page) for page in filling] == [filling[0]] * 3
+    (alone,) = tier.reserve(None, names("e"))
+    assert first_not_ready(alone) is alone

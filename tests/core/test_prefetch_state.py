@@ -7,7 +7,15 @@ import pytest
 from kvcr_actors.core.host_tier import HostPage, HostTier
 from kvcr_actors.core.ledger import ClaimLedger
 from kvcr_actors.core.prefetch_state import HeldPrefix, Phase, first_incomplete
-from kvcr_actors.types import AllPages, CacheLayout, MissReason, PoolSpec, PrefetchRequest, TrailingPages
+from kvcr_actors.types import (
+    AllPages,
+    CacheLayout,
+    MissReason,
+    PoolSpec,
+    PrefetchRequest,
+    RestoreOrder,
+    TrailingPages,
+)
 
 LAYOUT = CacheLayout((PoolSpec("kv", 2, 64, AllPages()), PoolSpec("mamba", 1, 8, TrailingPages(1))))
 KEYS = tuple(letter.encode() * 32 for letter in "abcd")
@@ -116,11 +124,61 @@ def test_the_account_covers_every_page_beyond_the_device(held: HeldPrefix) -> No
     held.host_pages = 2
     held.fail(MissReason.READ_FAILED)
     assert held.failed
-    account = held.account(3, MissReason.NOT_RESTORED)
+    ended = held.account(MissReason.CANCELLED)
+    assert (ended.host.queried, ended.host.used, ended.store.used) == (3, 0, 0)
+    assert ended.reasons == {MissReason.CANCELLED: 2, MissReason.READ_FAILED: 1}
+    account = held.account_for(order(1, 2), 3, MissReason.INCOMPLETE)
     assert (account.host.queried, account.host.used, account.store.used) == (3, 1, 1)
     assert account.reasons == {MissReason.READ_FAILED: 1}
-    later = held.account(3, MissReason.NOT_RESTORED, device=9)
-    assert (later.host.queried, later.reasons) == (0, {})
+
+
+def order(first: int, count: int, device_pages: int | None = None) -> RestoreOrder:
+    return RestoreOrder("r", first, (range(count),) * 2, device_pages)
+
+
+@pytest.mark.parametrize(
+    ("given", "own", "end", "reasons"),
+    [
+        (order(1, 2), 1, 3, {MissReason.ABSENT: 1}),
+        (order(1, 1), 1, 1, {MissReason.INCOMPLETE: 1, MissReason.NOT_RESTORED: 1, MissReason.ABSENT: 1}),
+        (order(0, 3), 0, 3, {MissReason.ABSENT: 1}),
+        (order(0, 1), 0, 0, {MissReason.INCOMPLETE: 1, MissReason.NOT_RESTORED: 2, MissReason.ABSENT: 1}),
+        (order(2, 1, 2), 2, 3, {MissReason.ABSENT: 1}),
+        (order(1, 0), 1, 1, {MissReason.NOT_RESTORED: 2, MissReason.ABSENT: 1}),
+        (order(4, 0, 9), 4, 4, {}),
+    ],
+)
+def test_a_restore_goes_as_far_as_it_can_and_accounts_for_every_page_beyond_its_begin(
+    held: HeldPrefix, given: RestoreOrder, own: int, end: int, reasons: dict[MissReason, int]
+) -> None:
+    held.extend(pages_of(held, [1, 1, 3]))
+    held.host_pages = 2
+    assert held.fits(given)
+    assert (held.own_pages(given), held.restore_end(given, LAYOUT)) == (own, end)
+    account = held.account_for(given, end, MissReason.INCOMPLETE)
+    assert account.host.used + account.store.used == end - own
+    assert (account.host.queried, account.reasons) == (4 - own, reasons)
+
+
+@pytest.mark.parametrize(
+    ("given", "own"), [(order(2, 1), 1), (order(1, 3), 1), (order(3, 1, 3), 3), (order(5, 0, 9), 4), (order(2, 0), 1)]
+)
+def test_an_order_beyond_the_device_or_beyond_what_is_ready_does_not_fit(
+    held: HeldPrefix, given: RestoreOrder, own: int
+) -> None:
+    held.extend(pages_of(held, [3, 3, 3]))
+    assert not held.fits(given)
+    assert held.own_pages(given) == own
+    account = held.account_for(given, own, MissReason.RESTORE_FAILED)
+    expected = {MissReason.RESTORE_FAILED: max(0, 3 - own), MissReason.ABSENT: min(1, 4 - own)}
+    assert account.reasons == {reason: count for reason, count in expected.items() if count}
+
+
+def test_ranks_end_a_restore_at_a_boundary_on_which_they_agreed(held: HeldPrefix) -> None:
+    held.extend(pages_of(held, [3, 3, 3]))
+    assert held.restore_end(order(0, 2), LAYOUT) == 2
+    held.agreed = 0b1010
+    assert held.restore_end(order(0, 2), LAYOUT) == 1
 
 
 def test_a_limit_shortens_what_is_held_for_a_reason_and_the_end_is_told_once(held: HeldPrefix) -> None:

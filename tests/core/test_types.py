@@ -59,6 +59,7 @@ def test_hit_policies_count_from_one(policy: Callable[[int], object]) -> None:
         (lambda: PrefetchRequest("r", KEYS, 3), "request r: device_pages 3 of 2"),
         (lambda: PrefetchRequest("r", KEYS, -1), "request r: device_pages -1 of 2"),
         (lambda: RestoreOrder("r", 0, ([1, 2], [1])), "restore of r: pool 1"),
+        (lambda: RestoreOrder("r", 3, ([1, 2],), device_pages=2), "first 3 is beyond the 2 pages"),
     ],
 )
 def test_a_malformed_order_names_itself(make: Callable[[], object], words: str) -> None:
