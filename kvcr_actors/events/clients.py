@@ -12,7 +12,8 @@ from typing import Final
 
 import structlog
 
-from kvcr_actors.events.listening import Listener
+from kvcr_actors.errors import EventEndpointError
+from kvcr_actors.events.listening import Listener, end_connection
 from kvcr_actors.events.zmtp import Buffers, ClientError, ClientStream, Role
 
 log = structlog.get_logger()
@@ -20,11 +21,11 @@ log = structlog.get_logger()
 CLIENTS: Final = 256
 """Connections at a time; one more takes the place of the oldest that has not introduced itself, or is refused."""
 _HANDSHAKE_S: Final = 5.0
-_JOINING_S: Final = 1.0
-"""How long after its handshake a client is expected to say what it wants."""
+_PATIENCE_S: Final = 1.0
+"""How long a client is expected to go on at any moment: to say all that it wants, or to read what waits for it."""
 _READ_BYTES: Final = 512
 """Taken of one client in a turn: what a client sends in a flood waits in its own system's buffers."""
-_EVENTS: Final = 64
+_EVENTS: Final = 16
 _ACCEPTS: Final = 16
 _WRITE_PARTS: Final = 64
 _LINGER_LOOK_S: Final = 0.02
@@ -40,7 +41,8 @@ class Client:
         self.is_open = True
         self.since = time.monotonic()
         """When it came, then when its handshake ended."""
-        self.has_spoken = False
+        self.wrote_at = self.since
+        """When it last took something."""
         self.is_awaited = True
         """Whether the system tells when more can be written."""
         self.connection = connection
@@ -70,9 +72,7 @@ class Client:
         if not data:
             raise ConnectionResetError
         was_ready = self.stream.is_ready
-        for message in self.stream.feed(data):
-            self.has_spoken = True
-            yield message
+        yield from self.stream.feed(data)
         if self.stream.is_ready and not was_ready:
             self.since = time.monotonic()
         self.answer()
@@ -88,9 +88,10 @@ class Client:
         out = self._out
         while out:
             try:
-                sent = self.connection.sendmsg(list(islice(out, _WRITE_PARTS)))
+                sent = self.connection.sendmsg(list(islice(out, _WRITE_PARTS)), (), socket.MSG_NOSIGNAL)
             except BlockingIOError:
                 return
+            self.wrote_at = time.monotonic()
             while out and len(out[0]) <= sent:
                 sent -= len(out.popleft())
             if sent:
@@ -105,8 +106,15 @@ class Server:
         self._what = what
         self._queue = queue
         self._listener = Listener(address, what)
-        self._epoll = select.epoll()
-        self._epoll.register(self._listener.socket, select.EPOLLIN)
+        try:
+            self._epoll = select.epoll()
+            self._epoll.register(self._listener.socket, select.EPOLLIN)
+        except BaseException as error:
+            self._listener.close()
+            if isinstance(error, OSError):
+                words = f"{what} endpoint {address}: {error.strerror}; allow the process more open files"
+                raise EventEndpointError(words) from error
+            raise
         self._clients: dict[int, Client] = {}
         self._refused = 0
 
@@ -117,12 +125,13 @@ class Server:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a client is expected to go on at any moment: it joins, or has not read all that waits for it."""
-        now = time.monotonic()
+        """Whether a client is expected to go on at any moment: it joins, or reads what waits for it.
+
+        One that floods, or takes nothing, is not: it would keep the thread awake for ever.
+        """
+        since = time.monotonic() - _PATIENCE_S
         return any(
-            client.has_output
-            or not client.stream.is_ready
-            or (not client.has_spoken and now - client.since < _JOINING_S)
+            not client.stream.is_ready or client.since > since or (client.has_output and client.wrote_at > since)
             for client in self._clients.values()
         )
 
@@ -172,7 +181,8 @@ class Server:
         if client.is_open:
             client.is_open = False
             del self._clients[client.connection.fileno()]
-            client.connection.close()
+            self._epoll.unregister(client.connection)
+            end_connection(client.connection)
 
     def close(self, linger_s: float) -> None:
         """Take no more clients, and end all: what waits for them has some time to leave."""
@@ -199,7 +209,7 @@ class Server:
                 return
             self._make_room()
             if len(self._clients) >= CLIENTS:
-                connection.close()
+                end_connection(connection)
                 self._complain(f"{CLIENTS} clients are connected, which is the most")
                 continue
             self._welcome(connection)
@@ -217,8 +227,8 @@ class Server:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         client = Client(connection, self._role, self._queue)
         client.answer()
-        self._clients[connection.fileno()] = client
         self._epoll.register(connection, select.EPOLLIN | select.EPOLLOUT)
+        self._clients[connection.fileno()] = client
 
     def _complain(self, error: str) -> None:
         self._refused += 1

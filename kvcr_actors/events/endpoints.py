@@ -12,8 +12,8 @@ from kvcr_actors.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
 _PORTS = 1 << 16
-_TCP = re.compile(r"tcp://(?P<host>\[[^\[\]]+\]|[^:\[\]/]*):(?P<port>\d{1,5})")
-_LOCAL = re.compile(r"ipc://(?P<path>\S+)")
+_TCP = re.compile(r"tcp://(?P<host>\[[^\[\]\s\0]+\]|[^:\[\]/\s\0]*):(?P<port>\d{1,5})")
+_LOCAL = re.compile(r"ipc://(?P<path>[^\s\0]+)")
 
 
 @attrs.frozen

@@ -46,7 +46,7 @@ class Listener:
 
     def close(self) -> None:
         """Listen no more; a Unix socket's path goes, if it is still this one's."""
-        self.socket.close()
+        end_connection(self.socket)
         if self._path is not None:
             with suppress(OSError):
                 if self._path.lstat().st_ino == self._inode:
@@ -64,6 +64,13 @@ class Listener:
             listener = _bound(socket.AF_UNIX, name)
             self._path, self._inode = path, path.lstat().st_ino
         return listener
+
+
+def end_connection(connection: socket.socket) -> None:
+    """Close a socket for both sides, also where a forked child has it too: closed alone, it would live on there."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
 
 
 def _bound(family: int, address: str | tuple[str, int]) -> socket.socket:

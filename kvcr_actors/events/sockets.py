@@ -12,7 +12,7 @@ from typing import Final
 import attrs
 import structlog
 
-from kvcr_actors.errors import EventEndpointError, EventFormatError
+from kvcr_actors.errors import EventFormatError
 from kvcr_actors.events.clients import Client, Server
 from kvcr_actors.events.config import EventsConfig
 from kvcr_actors.events.stream import EventStream, Message
@@ -55,7 +55,7 @@ class PublisherSockets:
         if config.replay is not None:
             try:
                 self._router = Server(REPLIER, config.replay.at(config.data_parallel_rank), "replay", _REPLAY_QUEUE)
-            except EventEndpointError:
+            except BaseException:
                 self._pub.close(0)
                 raise
 

@@ -138,7 +138,7 @@ class EventStream:
         """Give up to `count` kept batches from `start`, or from the oldest after it."""
         if not self._buffer:
             return ()
-        skip = max(0, start - self._buffer[0][0])
+        skip = min(max(0, start - self._buffer[0][0]), len(self._buffer))
         return tuple(islice(self._buffer, skip, skip + count))
 
     def describe(self) -> dict[str, Any]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
@@ -104,7 +107,10 @@ def test_a_subscriber_to_the_topic_or_its_beginning_hears_batches(rig: Rig, topi
 def test_a_subscriber_to_another_topic_hears_nothing(rig: Rig) -> None:
     with dialled(zmq.SUB, rig.config.events) as reader:
         reader.setsockopt(zmq.SUBSCRIBE, b"kv-events-of-others")
-        rig.until(lambda: any(client.has_spoken for client in rig.subscribers))
+        reader.setsockopt(zmq.SUBSCRIBE, b"kv")
+        rig.until(lambda: any(client.prefixes for client in rig.subscribers))
+        reader.setsockopt(zmq.UNSUBSCRIBE, b"kv")  # and what came before it was looked at
+        rig.until(lambda: not any(client.prefixes for client in rig.subscribers))
         rig.sockets.send((7, b"payload"))
         assert not reader.poll(100)
 
@@ -223,6 +229,121 @@ def test_the_oldest_of_too_many_replays_ends_with_its_connection(rig: Rig, monke
             rig.until(lambda: bool(logs))
     assert logs[0]["event"] == "events.replay_given_up"
     assert len(rig.sockets._replays) == 1
+
+
+def test_a_replay_from_beyond_every_number_ends_at_once(rig: Rig) -> None:
+    rig.stream.heartbeat(0.0)
+    with dialled(zmq.DEALER, rig.config.replay) as reader:
+        reader.send_multipart((b"", b"\xff" * 8))
+        rig.until(lambda: bool(reader.poll(0)))
+        assert reader.recv_multipart()[-2:] == [END_OF_REPLAY, b""]
+
+
+def test_a_client_that_joins_is_awaited_until_it_has_said_all(rig: Rig) -> None:
+    with raw(rig.config.events) as joining:
+        joining.sendall(INTRODUCTION + b"\x00\x01\x02")
+        rig.until(lambda: any(client.stream.is_ready for client in rig.subscribers))
+        assert rig.sockets._pub.is_busy  # else a thousand subscriptions would take seconds
+
+
+def test_who_takes_nothing_does_not_keep_the_thread_awake(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clients, "_PATIENCE_S", 0.05)
+    with raw(rig.config.events) as stuck:
+        stuck.sendall(INTRODUCTION + b"\x00\x01\x01")
+        rig.until(lambda: any(client.prefixes for client in rig.subscribers))
+        for number in range(50):
+            rig.sockets.send((number, bytes(500_000)))
+        assert any(client.has_output for client in rig.subscribers)
+        rig.until(lambda: not rig.sockets._pub.is_busy)
+        assert any(client.has_output for client in rig.subscribers)
+
+
+def test_a_connection_that_ends_ends_for_its_client_although_a_forked_child_has_it_too(rig: Rig) -> None:
+    with raw(rig.config.events) as peer:
+        rig.until(lambda: bool(rig.subscribers))
+        (client,) = rig.subscribers
+        inherited = os.dup(client.connection.fileno())
+        rig.sockets._pub.drop(client)
+        peer.settimeout(5)
+        while peer.recv(4096):
+            pass
+        assert not rig.sockets._pub._epoll.poll(0)
+        os.close(inherited)
+
+
+@pytest.mark.parametrize("scheme", ["ipc", "tcp"])
+def test_an_endpoint_that_is_closed_is_free_although_a_forked_child_has_it_too(tmp_path: Path, scheme: str) -> None:
+    address = f"ipc://{tmp_path}/events" if scheme == "ipc" else f"tcp://127.0.0.1:{free_port()}"
+    first = Listener(address, "events")
+    inherited = os.dup(first.socket.fileno())
+    first.close()
+    Listener(address, "events").close()
+    os.close(inherited)
+
+
+@contextmanager
+def descriptors_left(count: int) -> Generator[None]:
+    """Leave as many file descriptors."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(entry.name) for entry in Path("/proc/self/fd").iterdir())
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1 + count, hard))
+    taken: list[int] = []
+    try:
+        with suppress(OSError):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        for handle in taken[len(taken) - count :]:
+            os.close(handle)
+        del taken[len(taken) - count :]
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for handle in taken:
+            os.close(handle)
+
+
+@pytest.mark.parametrize("left", [0, 1, 2, 3])
+def test_a_start_without_descriptors_names_the_endpoint_and_leaves_no_port(left: int) -> None:
+    ports = free_port(), free_port()
+    config = EventsConfig(*map(str, ports))
+    complaint = r"(events|replay) endpoint tcp://.*Too many open files"
+    with descriptors_left(left), pytest.raises(EventEndpointError, match=complaint) as told:
+        PublisherSockets(config)
+    for port in ports:
+        Listener(f"tcp://127.0.0.1:{port}", "events").close()
+    assert told.value.__traceback__  # which would keep a listener alive
+
+
+def test_clients_wait_while_there_is_no_descriptor_for_them(rig: Rig) -> None:
+    with structlog.testing.capture_logs() as logs, raw(rig.config.events) as waiting:
+        waiting.sendall(INTRODUCTION)
+        with descriptors_left(0):
+            rig.sockets.serve_readers(rig.stream)
+        assert logs[0]["error"] == "[Errno 24] Too many open files"
+        assert not rig.subscribers
+        rig.until(lambda: any(client.stream.is_ready for client in rig.subscribers))
+
+
+_WRITES_TO_ONE_THAT_IS_GONE = """
+import signal, socket
+from kvcr_actors.events.clients import Client
+from kvcr_actors.events.zmtp import PUBLISHER, encode_message
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+here, there = socket.socketpair()
+there.close()
+client = Client(here, PUBLISHER, 1)
+client.put(encode_message((b"x",)))
+try:
+    client.write()
+except BrokenPipeError:
+    print("told")
+"""
+
+
+def test_a_client_that_is_gone_costs_no_process_that_wants_sigpipe() -> None:
+    command = [sys.executable, "-c", _WRITES_TO_ONE_THAT_IS_GONE]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "told\n")
 
 
 @pytest.mark.parametrize("is_relative", [False, True])

@@ -27,7 +27,22 @@ def test_each_rank_has_an_address_of_its_own(text: str, rank: int, address: str)
     assert Endpoint.parse(text, "events").at(rank) == address
 
 
-@pytest.mark.parametrize("text", ["", "localhost", "udp://a:1", "tcp://a", "tcp://a:b", "tcp://::1:5557", "ipc://"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "localhost",
+        "udp://a:1",
+        "tcp://a",
+        "tcp://a:b",
+        "tcp://::1:5557",
+        "ipc://",
+        "ipc:///run/a\0b",
+        "tcp://a\0b:5557",
+        "tcp://[::1\0]:5557",
+        "tcp://a b:5557",
+    ],
+)
 def test_what_is_no_endpoint_is_refused_by_name(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^replay: .* is no endpoint; write a port"):
         Endpoint.parse(text, "replay")

@@ -260,6 +260,7 @@ def test_a_replay_reaches_back_as_far_as_the_buffer_or_says_that_it_does_not() -
     desk.table.note(keys, context)
     desk.send()
     assert desk.stream.covers(0)
+    assert desk.stream.replay((1 << 64) - 1, 5) == ()
     for _ in range(6):
         desk.stream.heartbeat(0.0)
     assert not desk.stream.covers(0)
