@@ -219,7 +219,9 @@ MUTATIONS: dict[Plant, Found] = {
     pages_are_announced_when_reserved: Found(EVENTS),
     a_child_is_deposited_without_its_parent: Found(ORPHAN, range(20)),
     a_node_is_committed_without_its_parent: Found(STILL_FILLING, range(20)),
-    a_child_outlives_the_node_that_it_hangs_from: Found(STILL_FILLING, range(140, 160)),
+    a_child_outlives_the_node_that_it_hangs_from: Found(
+        STILL_FILLING, range(130, 180), "order.delay,to_host.truncate,rank.freeze,read.fail,store.restart"
+    ),
     a_stopped_search_mistakes_the_agreement: Found(OPENED_UNLIKE, range(20), "order.delay,lookup.delay"),
     a_failed_read_is_tried_for_ever: Found(READ_TOO_OFTEN, faults="read.fail"),
 }
