@@ -6,6 +6,7 @@ the host's pages: a page that leaves the host is owed no more.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import structlog
@@ -26,6 +27,7 @@ class OwedDeposits:
         self._stats = stats
         self._outbox = outbox
         self._owed: dict[PageKey, None] = {}
+        self._failures: Counter[SkipReason] = Counter()
 
     def __len__(self) -> int:
         return len(self._owed)
@@ -69,6 +71,14 @@ class OwedDeposits:
         if not keys:
             return
         self._stats.deposit.skipped[reason] += len(keys)
-        log.warning("deposit.failed", pages=len(keys), reason=reason.value)
+        self._warn(len(keys), reason)
         if reason is not SkipReason.RESET:  # its end tells of that: such pages stay nowhere
             self._outbox.deliver((DepositFailed(tuple(keys), reason),))
+
+    def _warn(self, pages: int, reason: SkipReason) -> None:
+        """Log the first failure for a reason, the second, the fourth, and so on: a full store refuses every batch."""
+        self._failures[reason] += 1
+        times = self._failures[reason]
+        if times & (times - 1) == 0:
+            so_far = self._stats.deposit.skipped[reason]
+            log.warning("deposit.failed", pages=pages, reason=reason.value, times=times, pages_so_far=so_far)
