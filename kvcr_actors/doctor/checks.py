@@ -180,6 +180,9 @@ def _folder(machine: Machine, wish: Wish) -> Iterator[Finding]:
     if folder is None:
         return
     about = f"store folder {folder.path}"
+    if folder.obstacle:
+        yield _problem(about, folder.obstacle, "name a folder of this user, or one that can be made")
+        return
     sound = True
     if folder.exists and folder.owner != machine.uid:
         sound = False

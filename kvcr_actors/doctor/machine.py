@@ -6,6 +6,7 @@ import os
 import platform
 import resource
 import socket
+import stat
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -42,6 +43,8 @@ class StoreFolder:
     mode: int
     free_bytes: int
     file_system: str
+    obstacle: str = ""
+    """Why no store can be there, whoever owns it."""
 
 
 @attrs.frozen
@@ -106,15 +109,18 @@ def _version(package: str) -> str | None:
 def _gpus() -> tuple[tuple[Gpu, ...], str]:
     try:
         import torch
-    except ImportError as error:
+    except (ImportError, OSError) as error:  # a library of CUDA's that is missing is an OSError
         return (), f"torch cannot be imported: {error}"
     if not torch.cuda.is_available():
         built = torch.version.cuda
         return (), "this torch was built without CUDA" if built is None else "torch finds no GPU that it can use"
     found: list[Gpu] = []
-    for index in range(torch.cuda.device_count()):
-        free, total = torch.cuda.mem_get_info(index)
-        found.append(Gpu(torch.cuda.get_device_name(index), free, total, _pinning_error(index)))
+    try:
+        for index in range(torch.cuda.device_count()):
+            free, total = torch.cuda.mem_get_info(index)
+            found.append(Gpu(torch.cuda.get_device_name(index), free, total, _pinning_error(index)))
+    except RuntimeError as error:  # it is full, or another's alone
+        return (), f"GPU {len(found)}: {error}"
     return tuple(found), ""
 
 
@@ -174,11 +180,39 @@ def _bind(port: int) -> None:
 
 def _folder(path: Path, root: Path) -> StoreFolder:
     path = path.absolute()
-    nearest = next(one for one in (path, *path.parents) if one.exists())
-    found = nearest.stat()
+    nearest, unread = _nearest(path)
+    found = nearest.lstat()
+    obstacle = unread or _obstacle(path, nearest, found.st_mode)
+    place = nearest if nearest.is_dir() else nearest.parent
     mounts = [line.split()[1:3] for line in (root / "proc/mounts").read_text().splitlines()]
-    on = max((mount for mount in mounts if nearest.is_relative_to(mount[0])), key=lambda mount: len(mount[0]))
-    return StoreFolder(path, nearest == path, found.st_uid, found.st_mode & 0o777, _free_bytes(nearest), on[1])
+    on = max((mount for mount in mounts if place.is_relative_to(mount[0])), key=lambda mount: len(mount[0]))
+    exists, mode = nearest == path, found.st_mode & 0o777
+    return StoreFolder(path, exists, found.st_uid, mode, _free_bytes(place), on[1], obstacle)
+
+
+def _nearest(path: Path) -> tuple[Path, str]:
+    """Give the path, or its nearest parent that can be looked at; and what else but absence hides the rest."""
+    reason = ""
+    for one in (path, *path.parents):
+        try:
+            one.lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            reason = reason or error.strerror or str(error)
+        else:
+            return one, reason
+    return Path(path.anchor), reason
+
+
+def _obstacle(path: Path, nearest: Path, mode: int) -> str:
+    if nearest == path and stat.S_ISLNK(mode):
+        return "it is a symbolic link"
+    if not nearest.is_dir():
+        return f"{nearest} is no folder"
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        return f"{nearest} may not be written to"
+    return ""
 
 
 def _works(probe: Callable[[], object]) -> bool:

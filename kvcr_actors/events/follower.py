@@ -22,7 +22,8 @@ from kvcr_actors.events.wire import (
 from kvcr_actors.types import Tier
 
 _HELD_BATCHES: Final = 10_000
-"""Live batches that wait for the end of a replay."""
+_HELD_BYTES: Final = 256 << 20
+"""Live batches that wait for the end of a replay; older ones are lost."""
 _HOLDINGS: Final = 64
 """Kinds of holdings that a publisher may speak of."""
 _OWNER_SHOWN: Final = 40
@@ -122,6 +123,7 @@ class StreamFollower:
         self._live: int | None = None
         self._replaying = False
         self._held: deque[tuple[int, bytes]] = deque()
+        self._held_bytes = 0
 
     @property
     def expected(self) -> int | None:
@@ -140,15 +142,13 @@ class StreamFollower:
             self.in_doubt = True
         self._live = sequence
         if self._replaying:
-            self._held.append((sequence, payload))
-            if len(self._held) > _HELD_BATCHES:
-                self._held.popleft()
+            self._hold(sequence, payload)
             return None
         if self._expected is None or sequence > self._expected:
             self.totals.gaps += self._expected is not None
             if self._can_replay:
                 self._replaying = True
-                self._held.append((sequence, payload))
+                self._hold(sequence, payload)
                 return self._expected or 0
         self._take(sequence, payload)
         return None
@@ -160,7 +160,7 @@ class StreamFollower:
     def end_replay(self) -> None:
         """Go on with the live batches, whatever the replay gave."""
         self._replaying = False
-        held, self._held = self._held, deque()
+        held, self._held, self._held_bytes = self._held, deque(), 0
         for sequence, payload in held:
             self._take(sequence, payload)
 
@@ -205,6 +205,12 @@ class StreamFollower:
             "next": self._expected,
             "blocks": blocks,
         }
+
+    def _hold(self, sequence: int, payload: bytes) -> None:
+        self._held.append((sequence, payload))
+        self._held_bytes += len(payload)
+        while len(self._held) > _HELD_BATCHES or self._held_bytes > _HELD_BYTES:
+            self._held_bytes -= len(self._held.popleft()[1])
 
     def _take(self, sequence: int, payload: bytes) -> None:
         if self._expected is not None and sequence < self._expected:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvcr_actors.events.follower import StreamFollower
 from kvcr_actors.events.wire import (
+    MAX_PAYLOAD_BYTES,
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -128,6 +129,20 @@ def test_what_comes_again_after_a_replay_is_no_restart() -> None:
     follower.receive(1, batch())
     follower.receive(2, batch())
     assert (follower.totals.restarts, follower.totals.stale, follower.faults) == (0, 3, [])
+
+
+def test_what_waits_for_a_replay_is_bounded_in_bytes_and_the_rest_is_lost_and_told() -> None:
+    follower = StreamFollower(can_replay=True)
+    follower.receive(0, batch())
+    follower.end_replay()
+    large = b"\xc1" * MAX_PAYLOAD_BYTES
+    assert follower.receive(10, large) == 1
+    for sequence in range(11, 110):
+        follower.receive(sequence, large)
+    follower.end_replay()
+    assert follower.totals.malformed == (256 << 20) // MAX_PAYLOAD_BYTES
+    assert follower.totals.lost == 109 - follower.totals.malformed
+    assert follower.in_doubt
 
 
 def test_cache_groups_are_kept_apart() -> None:
