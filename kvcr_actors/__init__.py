@@ -104,7 +104,7 @@ if TYPE_CHECKING:
     from kvcr_actors.events.zmq import ZmqEventSink
     from kvcr_actors.metrics import Gauges, Metrics
     from kvcr_actors.movers.mover import PageMover
-    from kvcr_actors.movers.orders import MoveAck, MoveFailure, MoveOrder, MoverFailed
+    from kvcr_actors.movers.orders import MoveAck, Moved, MoveFailure, MoveOrder, MoverFailed
     from kvcr_actors.ranks.torch_distributed import TorchDistributedRanks
 
 _AT_FIRST_USE = {
@@ -119,6 +119,7 @@ _AT_FIRST_USE = {
     "MoveAck": "kvcr_actors.movers.orders",
     "MoveFailure": "kvcr_actors.movers.orders",
     "MoveOrder": "kvcr_actors.movers.orders",
+    "Moved": "kvcr_actors.movers.orders",
     "MoverFailed": "kvcr_actors.movers.orders",
     "PageMover": "kvcr_actors.movers.mover",
     "TorchDistributedRanks": "kvcr_actors.ranks.torch_distributed",
@@ -179,6 +180,7 @@ __all__ = [
     "MoveAck",
     "MoveFailure",
     "MoveOrder",
+    "Moved",
     "MoverFailed",
     "Namespace",
     "NoHostMemoryError",

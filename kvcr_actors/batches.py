@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvcr_actors.errors import InvalidNodeError
-from kvcr_actors.ports import BatchOutcome, PageBatch, PageOutcome
-from kvcr_actors.types import KEY_BYTES, NO_SLOT, CacheLayout
+from kvcr_actors.ports import BatchOutcome, HostMemory, PageBatch, PageOutcome
+from kvcr_actors.types import KEY_BYTES, NO_SLOT
 
 
-def check_batch(batch: PageBatch, layout: CacheLayout, slots: int) -> None:
-    """Raise InvalidNodeError for a batch that does not fit a layout with so many slots in each pool."""
-    pages = len(batch.keys)
+def check_batch(batch: PageBatch, host: HostMemory) -> None:
+    """Raise InvalidNodeError for a batch that does not fit the pools of a host memory and their slots."""
+    layout, pages = host.layout, len(batch.keys)
     if len(batch.slots) != len(layout.pools):
         raise InvalidNodeError(f"the batch lists slots of {len(batch.slots)} pools; the layout has {len(layout.pools)}")
     if batch.parents and len(batch.parents) != pages:
@@ -19,7 +19,8 @@ def check_batch(batch: PageBatch, layout: CacheLayout, slots: int) -> None:
     for key in batch.keys:
         if len(key) != KEY_BYTES:
             raise InvalidNodeError(f"key {key!r} has {len(key)} bytes, not {KEY_BYTES}")
-    for pool, own in zip(layout.pools, batch.slots, strict=True):
+    for index, (pool, own) in enumerate(zip(layout.pools, batch.slots, strict=True)):
+        slots = host.slots_of(index)
         if len(own) != pages:
             raise InvalidNodeError(f"pool {pool.name}: {len(own)} slots for {pages} keys; give one each")
         if pages and not (min(own) >= NO_SLOT and max(own) < slots):

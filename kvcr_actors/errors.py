@@ -1,5 +1,10 @@
 """Every exception that the package raises on purpose; each says who must act, and on what."""
 
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
 
 class KvcrActorsError(Exception):
     """The base of all errors of this package."""
@@ -53,6 +58,14 @@ class ControllerClosedError(KvcrActorsError):
 
 class DeadlineError(KvcrActorsError):
     """A wait reached its deadline. The message names what was awaited."""
+
+
+class ThreadDeadlineError(DeadlineError):
+    """A port's close was late: its memory is quiet once these threads, and the tasks of its loop, have ended."""
+
+    def __init__(self, message: str, threads: Sequence[threading.Thread]) -> None:
+        super().__init__(message)
+        self.threads = tuple(threads)
 
 
 class DeviceError(KvcrActorsError):

@@ -15,10 +15,9 @@ from typing import Protocol
 import anyio
 import structlog
 
-from kvcr_actors.errors import DeadlineError, KvcrActorsError
+from kvcr_actors.errors import DeadlineError, KvcrActorsError, ThreadDeadlineError
 from kvcr_actors.ports import EventSink, RunningEventSink, Services
 from kvcr_actors.runtime.memory_lease import MemoryLease
-from kvcr_actors.runtime.owner_thread import ThreadDeadlineError
 
 log = structlog.get_logger()
 

@@ -2,7 +2,7 @@
 
 Everything here is called on the loop's thread unless it says otherwise, and returns at once: work that blocks runs on
 a thread of the implementation's own and comes back through `Services.post`. This module has every word that an
-implementation needs (see `docs/write_a_store.md`); the rest of the library may change.
+implementation needs (see `docs/write_a_store.md` and `docs/write_a_device.md`); the rest of the library may change.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import attrs
 
 from kvcr_actors.core.copy_plan import CopyPlan, Direction, PoolCopy
 from kvcr_actors.core.inventory import BlocksRemoved, BlocksStored, InventoryEvent, Ownership, TierCleared
+from kvcr_actors.errors import ThreadDeadlineError
 from kvcr_actors.transfers import Operation
 from kvcr_actors.types import KEY_BYTES, NO_SLOT, CacheLayout, Components, PageKey, PoolSpec, RequestId, Tier
 
@@ -56,6 +57,7 @@ __all__ = [
     "Services",
     "Store",
     "StoreTraits",
+    "ThreadDeadlineError",
     "Tier",
     "TierCleared",
 ]
@@ -146,14 +148,17 @@ class Device(Protocol):
     def submit(self, plan: CopyPlan, fences: Sequence[object] = ()) -> Operation[CopyOutcome]:
         """Launch one plan; its copies wait on the device for every one of `fences`, never the caller.
 
-        A failed launch is an outcome, not an exception. Plans of one direction run in order of submission.
+        Fences guard the device's pages: host slots hold their bytes at the submit. A failed launch is an outcome, not
+        an exception, and a pool that fails (with a page or slot that does not exist, for one) leaves the others be.
+        Plans of one direction run in order of submission, and wait for none of the other direction.
         """
         ...
 
     async def close(self, deadline_s: float) -> None:
-        """Let running copies end, then stop; DeadlineError if they do not end in time.
+        """Let running copies end, then stop; ThreadDeadlineError if they do not end in time, and the next waits again.
 
-        Called as well after an `open` that failed or was cancelled, to end what it began; so it is for every port.
+        A plain DeadlineError does not tell which threads to wait for: no other controller then gets the memory. Called
+        as well after an `open` that failed or was cancelled, to end what it began; so it is for every port.
         """
         ...
 

@@ -128,7 +128,7 @@ class StoreSession:
 
     def parts(self, batch: PageBatch) -> list[PageBatch]:
         """Check a batch and cut it into what the store takes at once; InvalidNodeError says what is wrong with it."""
-        check_batch(batch, self.host.layout, self.host.slots)
+        check_batch(batch, self.host)
         return split_batch(batch, self.part_pages)
 
     def copy_out(self, part: PageBatch, lease: Lease, outcome: BatchOutcome) -> None:

@@ -30,6 +30,7 @@ def test_what_stands_outside_the_library_imports_its_public_modules_alone() -> N
     ("line", "words"),
     [
         ("from kvcr_actors.transfers import Operation", "kvcr_actors.transfers is internal"),
+        ("from kvcr_actors.movers.mover import PageMover", "kvcr_actors.movers.mover is internal"),
         ("import kvcr_actors.core.keys", "kvcr_actors.core.keys is internal"),
         ("    from kvcr_actors.runtime import bell", "kvcr_actors.runtime is internal"),
         ("from kvcr_actors import transfers", "kvcr_actors does not export transfers"),

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import anyio
 import attrs
 
-from kvcr_actors.errors import ControllerClosedError, DeadlineError
+from kvcr_actors.errors import ControllerClosedError, DeadlineError, ThreadDeadlineError
 from kvcr_actors.ports import Services
 from kvcr_actors.runtime.foreign import contained
 from kvcr_actors.transfers import Operation
@@ -27,14 +27,6 @@ class _Job(Generic[T]):
     call: Callable[[], T]
     on_error: Callable[[Exception], T] | None
     operation: Operation[T] | None
-
-
-class ThreadDeadlineError(DeadlineError):
-    """What was closed still runs: its memory is quiet once these threads, and the tasks of its loop, have ended."""
-
-    def __init__(self, message: str, threads: Sequence[threading.Thread]) -> None:
-        super().__init__(message)
-        self.threads = tuple(threads)
 
 
 class OwnerThread:

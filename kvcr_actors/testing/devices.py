@@ -8,9 +8,9 @@ import anyio
 import attrs
 
 from kvcr_actors.core.copy_plan import CopyPlan, Direction, PoolCopy
+from kvcr_actors.errors import ThreadDeadlineError
 from kvcr_actors.host_buffers import POISON_BYTE
 from kvcr_actors.ports import CopyOutcome, Description, HostMemory, Services
-from kvcr_actors.runtime.owner_thread import ThreadDeadlineError
 from kvcr_actors.testing.faults import Fault, FaultPlan
 from kvcr_actors.transfers import Operation
 from kvcr_actors.types import CacheLayout

@@ -23,7 +23,7 @@ ALL_POOLS = (1 << len(LAYOUT.pools)) - 1
 
 
 class ContractError(AssertionError):
-    """A store does not do what the port says; the message tells which promise it broke."""
+    """A store or a device does not do what its port says; the message tells which promise it broke."""
 
 
 def expect(condition: bool, promise: str) -> None:

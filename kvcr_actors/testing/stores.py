@@ -13,8 +13,8 @@ import anyio
 import anyio.lowlevel
 import attrs
 
+from kvcr_actors.errors import ThreadDeadlineError
 from kvcr_actors.ports import BatchOutcome, ClearOutcome, Description, HostMemory, PageBatch, Services, StoreTraits
-from kvcr_actors.runtime.owner_thread import ThreadDeadlineError
 from kvcr_actors.stores.backend import PageBackend
 from kvcr_actors.stores.threaded import EMBEDDED, all_failed
 from kvcr_actors.testing.faults import Fault, FaultPlan

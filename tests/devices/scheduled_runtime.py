@@ -134,6 +134,17 @@ class ScheduledRuntime:
         """Queue a kernel of the engine's."""
         self._add(self.engine, call)
 
+    def gate(self) -> tuple[Event, Callable[[], None]]:
+        """An event that the test sets, by a call from any thread."""
+        event = Event()
+
+        def set_event() -> None:
+            with self._changed:
+                event.is_over = True
+                self._changed.notify_all()
+
+        return event, set_event
+
     def finish(self) -> None:
         """Run everything that is queued."""
         with self._changed:

@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
 from kvcr_actors.core.inventory import InventoryIndex
+from kvcr_actors.devices.foreign_host import ForeignHostPools
 from kvcr_actors.errors import ConfigError, ControllerClosedError, DeadlineError, InvalidNodeError, StoreError
 from kvcr_actors.host_buffers import HostBuffers
 from kvcr_actors.ports import BatchOutcome, ClearOutcome, PageBatch, PageOutcome, Store, StoreTraits
@@ -52,8 +54,51 @@ def host() -> BytesHostMemory:
     return BytesHostMemory(LAYOUT, 256)
 
 
+@pytest.fixture
+def foreign() -> ForeignHostPools:
+    """An engine's own page-first memory, with another number of slots in each pool."""
+    counts = (40, 70, 100)
+    return ForeignHostPools(
+        LAYOUT,
+        [
+            [torch.zeros((count, spec.planes, spec.plane_bytes), dtype=torch.uint8)]
+            for count, spec in zip(counts, LAYOUT.pools, strict=True)
+        ],
+    )
+
+
 def free_pages(client: StoreClient) -> int:
     return client.describe()["bounce"]["free"]
+
+
+def test_an_engines_own_memory_is_written_and_read_in_every_slot_that_a_pool_has(
+    foreign: ForeignHostPools, real_backend: Backend
+) -> None:
+    keys, pools = chain("a", 20), range(len(LAYOUT.pools))
+    last = tuple(tuple(range(foreign.slots_of(pool) - 20, foreign.slots_of(pool))) for pool in pools)
+    first = (tuple(range(20)),) * len(pools)
+    for pool in pools:
+        (view,) = foreign.views(pool)
+        view.copy_(torch.randint(0, 256, view.shape, dtype=torch.uint8))
+    before = [foreign.views(pool)[0].clone() for pool in pools]
+    with StoreClient(ThreadedStore("memory", memory_backend(64)), foreign, loop=real_backend) as client:
+        assert letters(client.write(PageBatch(keys, last, (None, *keys[:-1])), timeout_s=WAIT_S).pages) == "o" * 20
+        assert letters(client.read(PageBatch(keys, first), timeout_s=WAIT_S).pages) == "o" * 20
+        beyond = (*first[:2], tuple(range(81, 101)))
+        with pytest.raises(InvalidNodeError, match=r"pool mamba: slots 81 to 100; it has 100"):
+            client.read(PageBatch(keys, beyond), timeout_s=WAIT_S)
+    for pool in pools:
+        (view,) = foreign.views(pool)
+        assert torch.equal(view[:20], before[pool][-20:])
+        assert torch.equal(view[20:], before[pool][20:])
+
+
+def test_memory_that_is_not_page_first_is_refused_by_name() -> None:
+    runs = [
+        [torch.zeros((8, spec.plane_bytes), dtype=torch.uint8) for _ in range(spec.planes)] for spec in LAYOUT.pools
+    ]
+    with pytest.raises(ConfigError, match=r"host pool kv: .*page-first"):
+        StoreClient(ThreadedStore("memory", memory_backend(8)), ForeignHostPools(LAYOUT, runs))
 
 
 def test_a_batch_of_any_length_goes_in_parts_and_comes_back(

@@ -11,6 +11,10 @@ from kvcr_actors import (
     Completion,
     ControllerConfig,
     DepositFailed,
+    MoveAck,
+    Moved,
+    MoverFailed,
+    PageMover,
     PrefetchCancelled,
     PrefetchReady,
     PrefetchRequest,
@@ -65,3 +69,13 @@ async def embed(device: Device, node: BackupNode) -> None:
     async with open_controller(ControllerConfig(), device=device) as cache:
         assert_type(await cache.backup([node]), BackupAck)
         assert_type(await cache.prefetch(PrefetchRequest(1, node.keys)), PrefetchReady)
+
+
+def moved(mover: PageMover) -> None:
+    for one in mover.take():
+        assert_type(one, Moved)
+        match one:
+            case MoveAck():
+                assert_type(one.step, int)
+            case MoverFailed():
+                assert_type(one.error, str)
