@@ -46,6 +46,7 @@ from kvcr_actors.runtime.progress import Progress
 from kvcr_actors.runtime.questions import Questions
 from kvcr_actors.runtime.runtime import Runtime
 from kvcr_actors.runtime.supervisor import ActorSpec, RestartPolicy, raising_sole_cause
+from kvcr_actors.runtime.traces import traced
 from kvcr_actors.services import LoopServices, StoreServices, refuse_events
 from kvcr_actors.store_slot import STORE_CLOSE_BUDGETS, StoreSlot
 from kvcr_actors.types import MissReason, SkipReason
@@ -331,7 +332,7 @@ class Assembly:
 
     def _note_fault(self, error: Exception) -> None:
         """A call that another thread posted has raised; what is no `Exception` ends the controller."""
-        log.error("loop.call_failed", exc_info=error)
+        log.error("loop.call_failed", traceback=traced(error))
         if isinstance(error, ForeignExitError):
             self.questions.send(partial(_raise, error))
 
@@ -375,8 +376,8 @@ def _described(describe: Callable[[], Description]) -> Description:
     """A port that cannot describe itself must not hide the rest: its error stands in its place."""
     try:
         return describe()
-    except Exception as error:
-        log.warning("controller.port_not_described", exc_info=error)
+    except Exception as error:  # noqa: BLE001 - told in the place of what it hides
+        log.warning("controller.port_not_described", traceback=traced(error))
         return {"error": repr(error)}
 
 

@@ -12,6 +12,7 @@ from kvcr_actors.core.inventory import InventoryEvent
 from kvcr_actors.core.stats import ControllerStats
 from kvcr_actors.runtime.bell import LoopBell
 from kvcr_actors.runtime.foreign import ContainedTasks
+from kvcr_actors.runtime.traces import traced
 
 log = structlog.get_logger()
 
@@ -60,9 +61,9 @@ class StoreServices(LoopServices):
         async def contained() -> None:
             try:
                 await task()
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - counted and logged: a store's own task ends nothing else
                 self._stats.store_faults += 1
-                log.error("store.task_failed", task=name, exc_info=error)
+                log.error("store.task_failed", task=name, traceback=traced(error))
 
         super().spawn(contained, name)
 

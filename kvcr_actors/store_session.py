@@ -33,6 +33,7 @@ from kvcr_actors.runtime.foreign import ContainedTasks, containing
 from kvcr_actors.runtime.inbox import Inbox
 from kvcr_actors.runtime.questions import Questions
 from kvcr_actors.runtime.supervisor import raising_sole_cause
+from kvcr_actors.runtime.traces import traced
 from kvcr_actors.services import LoopServices, StoreServices, refuse_events
 from kvcr_actors.stores.threaded import all_failed
 from kvcr_actors.types import PageKey, RequestId
@@ -314,4 +315,4 @@ class StoreSession:
 
 
 def _log_fault(error: Exception) -> None:
-    log.error("loop.call_failed", exc_info=error)
+    log.error("loop.call_failed", traceback=traced(error))

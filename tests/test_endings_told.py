@@ -12,12 +12,20 @@ from kvcr_actors.aio import AsyncController
 from kvcr_actors.config import ControllerConfig
 from kvcr_actors.controller import CacheController
 from kvcr_actors.core.inventory import InventoryEvent
-from kvcr_actors.errors import ActorEscalatedError, DeadlineError, ForeignExitError, KvcrActorsError
-from kvcr_actors.messages import Completion, ControllerFailed, PrefetchReady, RestoreFinished
+from kvcr_actors.devices.cpu import CpuDevice, CpuFence
+from kvcr_actors.devices.host_memory import HostPools
+from kvcr_actors.errors import (
+    ActorEscalatedError,
+    ControllerClosedError,
+    DeadlineError,
+    ForeignExitError,
+    KvcrActorsError,
+)
+from kvcr_actors.messages import BackupAck, Completion, ControllerFailed, PrefetchReady, RestoreFinished
 from kvcr_actors.testing.faults import Fault, FaultPlan
 from kvcr_actors.testing.store_driver import chain
 from kvcr_actors.testing.virtual_time import VIRTUAL, BackendName, run_virtual
-from kvcr_actors.types import PrefetchRequest
+from kvcr_actors.types import BackupNode, CacheLayout, PoolSpec, PrefetchRequest, RestoreOrder
 from tests.actors.rig import Rig
 from tests.doors import Ports
 from tests.test_controller import DOORS
@@ -160,6 +168,43 @@ def test_a_failure_is_told_last_once_the_memory_is_quiet(backend: BackendName) -
         rig.check()
 
     run_virtual(life, backend=backend)
+
+
+def taken_until(controller: CacheController, kind: type[Completion]) -> list[Completion]:
+    """What completes up to the first of a kind, and whatever else is there by then."""
+    seen: list[Completion] = []
+    while not any(isinstance(one, kind) for one in seen):
+        assert controller.wait(WAIT_S), seen
+        seen += controller.take()
+    return seen
+
+
+@pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
+def test_a_failure_under_a_copy_is_the_last_word_of_both_hosts(door: dict[str, Any]) -> None:
+    layout = CacheLayout((PoolSpec("kv", 1, 8),))
+    device, keys, fence = CpuDevice(layout, 64, HostPools(layout, slots=8)), chain("a", 2), CpuFence()
+    controller = CacheController(ControllerConfig(restarts=0), **door, device=device).start(WAIT_S)
+    controller.write_back([BackupNode(1, keys, ((1, 2),))])
+    controller.prefetch(PrefetchRequest("r", keys))
+    controller.flush_pending_backups()
+    taken_until(controller, PrefetchReady)
+    controller.restore(RestoreOrder("r", 0, ((8, 9),)))
+    controller.flush_pending_backups(fence)
+    controller.wait_restores_submitted(WAIT_S)
+    device.submit = raising(RuntimeError)  # type: ignore[method-assign]
+    controller.write(BackupNode(2, chain("b", 1), ((3,),)))
+    # The failure is known here, and every turn of the loop that follows it is over when all has been described.
+    early = taken_until(controller, BackupAck)
+    with pytest.raises(ControllerClosedError, match="planted"):
+        controller.wait_quiet(WAIT_S)
+    early += controller.take()
+    assert [type(one) for one in early] == [BackupAck]
+    fence.set()
+    late = taken_until(controller, ControllerFailed)
+    assert [type(one) for one in late] == [RestoreFinished, ControllerFailed]
+    with pytest.raises(ActorEscalatedError, match="planted"):
+        controller.close(WAIT_S)
+    assert not controller.take()
 
 
 @pytest.mark.parametrize("backend", VIRTUAL)

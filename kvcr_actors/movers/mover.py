@@ -29,6 +29,7 @@ from kvcr_actors.runtime.memory_lease import take_memory
 from kvcr_actors.runtime.outbox import Outbox
 from kvcr_actors.runtime.progress import Progress
 from kvcr_actors.runtime.supervisor import raising_sole_cause
+from kvcr_actors.runtime.traces import traced
 from kvcr_actors.services import LoopServices
 from kvcr_actors.transfers import Operation
 
@@ -285,4 +286,4 @@ def _refuse_events(events: Sequence[InventoryEvent]) -> None:
 
 
 def _log_fault(error: Exception) -> None:
-    log.error("mover.call_failed", exc_info=error)
+    log.error("mover.call_failed", traceback=traced(error))

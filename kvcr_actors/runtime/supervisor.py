@@ -19,6 +19,7 @@ from structlog.typing import FilteringBoundLogger
 from kvcr_actors.errors import ActorEscalatedError, ControllerClosedError, ForeignExitError
 from kvcr_actors.runtime.foreign import ContainedTasks, Tasks, contained, containing
 from kvcr_actors.runtime.inbox import Inbox
+from kvcr_actors.runtime.traces import traced
 
 M = TypeVar("M")
 M_contra = TypeVar("M_contra", contravariant=True)
@@ -249,7 +250,7 @@ class Supervisor(Generic[M]):
             ) from error
         self.state = ActorState.BACKING_OFF
         delay_s = policy.backoff_s * 2 ** (len(failed_at) - 1)
-        self._log.warning("actor.failed", failures=len(failed_at), restart_in_s=delay_s, exc_info=error)
+        self._log.warning("actor.failed", failures=len(failed_at), restart_in_s=delay_s, traceback=traced(error))
         return delay_s
 
     def _abandon_batch(self, error: BaseException) -> None:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from time import monotonic
+from traceback import format_exception
 from typing import Any, TypeVar
 
 import anyio
@@ -157,9 +158,11 @@ class Runner:
     def _work(self) -> None:
         try:
             self._kvcr = self._start()
-        except Exception as error:  # noqa: BLE001 - told to whoever opens the store
+        except BaseException as error:  # noqa: BLE001 - told to whoever opens the store
             LEFT_MAPPED.append(self._keep)
-            wrapped = error if isinstance(error, KvcrActorsError) else StoreError(f"store kvcr did not start: {error}")
+            wrapped = (
+                error if isinstance(error, KvcrActorsError) else StoreError(f"store kvcr did not start: {_told(error)}")
+            )
             wrapped.__cause__ = error if wrapped is not error else None
             self._accepting = False
             self._settler.settle(self._opened, wrapped)
@@ -170,9 +173,9 @@ class Runner:
         try:
             while not self._is_drained():
                 self._turn()
-        except Exception as fault:
-            log.exception("kvcr.owner_thread_failed")
-            error = StoreError(f"store kvcr failed: {fault}")
+        except BaseException as fault:  # noqa: BLE001 - whoever closes the store waits for this thread
+            log.error("kvcr.owner_thread_failed", traceback="".join(format_exception(fault)))
+            error = StoreError(f"store kvcr failed: {_told(fault)}")
         self._accepting = False
         self._finish(error)
 
@@ -230,7 +233,7 @@ class Runner:
             wait = next(job.steps) if entries is None else job.steps.send(entries)
         except StopIteration as stop:
             self._finish_job(job, stop.value)
-        except Exception as error:  # noqa: BLE001 - one job's fault ends that job
+        except BaseException as error:  # noqa: BLE001 - one job's fault ends that job
             log.error("kvcr.job_failed", job=job.name, error=repr(error))
             self._finish_job(job, job.on_error)
         else:
@@ -280,11 +283,11 @@ class Runner:
         try:
             kvcr.close()
             list(kvcr.poll_completed())
-        except Exception as fault:  # noqa: BLE001 - the runner is foreign code; its memory is kept
+        except BaseException as fault:  # noqa: BLE001 - the runner is foreign code; its memory is kept
             self.counters.close_errors += 1
             LEFT_MAPPED.append((self, self._keep))
             unquiet = DeadlineError(
-                f"store kvcr: the runner is not quiet after its close, so its buffers stay mapped: {fault}"
+                f"store kvcr: the runner is not quiet after its close, so its buffers stay mapped: {_told(fault)}"
             )
             unquiet.__cause__, error = error, unquiet
         else:
@@ -298,3 +301,8 @@ class Runner:
         self._waiting.clear()
         self._publish()
         self._settler.settle(self._ended, error)
+
+
+def _told(error: BaseException) -> str:
+    """An error's words; with its kind where it is none that a library should raise, or says nothing."""
+    return (str(error) if isinstance(error, Exception) else "") or repr(error)
