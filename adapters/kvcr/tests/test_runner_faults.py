@@ -56,7 +56,7 @@ async def test_a_runner_that_fails_ends_every_operation_and_serves_nothing(
             assert set((await store.write(BATCH).outcome()).pages) == {PageOutcome.FAILED}
         assert await store.lookup(KEYS, "request").outcome() == (0,) * 4
         # It fails after the close, too: nobody knows whether its memory is quiet.
-        with pytest.raises(DeadlineError, match="stay mapped.*planted") as raised:
+        with pytest.raises(DeadlineError, match=r"stay mapped.*planted") as raised:
             await store.close(5.0)
         assert isinstance(raised.value.__cause__, StoreError)
 
