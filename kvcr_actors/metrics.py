@@ -94,6 +94,7 @@ def _requests_and_store(stats: ControllerStats) -> Iterator[Metric]:
     yield _counts("prefetches_ended", "Prefetches by how they ended.", "outcome", outcomes)
     yield _count("deposited_pages", "Pages that the store took.", deposit.deposited)
     yield _count("deposit_retries", "Pages tried again.", deposit.retried)
+    yield _count("deposit_shed_pages", "Pages put off for lack of room in the queue.", deposit.shed)
     yield _counts("deposit_skipped_pages", "Pages that the store did not take.", "reason", deposit.skipped)
     yield _count("store_faults", "Calls and tasks of the store that raised.", stats.store_faults)
     evicted = {Tier.HOST.value: stats.host_evicted, Tier.STORE.value: stats.store_evicted}
