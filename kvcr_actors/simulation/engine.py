@@ -26,6 +26,7 @@ from kvcr_actors.simulation.checks import check_current, check_equal_nodes, chec
 from kvcr_actors.simulation.member import DEVICE_PAGES, Member
 from kvcr_actors.simulation.orders import Reset, StepOrders, check_all_bytes
 from kvcr_actors.simulation.pages import LAYOUT, POOLS, computed_mask, draw_prompt
+from kvcr_actors.simulation.restores import check_equal_restores, check_restored, draw_plan, own_pages, whole_plan
 from kvcr_actors.types import (
     NO_SLOT,
     BackupNode,
@@ -72,14 +73,20 @@ class Request:
     number: int
     keys: tuple[PageKey, ...]
     held: int
+    """Its pages on the device at the look-up."""
     pinned: SimPage | None
     phase: Phase = Phase.SEARCHING
     ready: dict[int, int] = attrs.field(factory=dict[int, int])
     ended: dict[int, int] = attrs.field(factory=dict[int, int])
-    target: int = 0
+    order: RestoreOrder | None = None
     ids: tuple[int, ...] = ()
     restored: int = 0
     generation: int = 0
+
+    @property
+    def own(self) -> int:
+        """What the device has by itself, as the engine said last."""
+        return self.held if self.order is None else own_pages(self.order, self.held)
 
 
 class SimEngine:
@@ -166,7 +173,7 @@ class SimEngine:
     def rank_lost(self, rank: int) -> None:
         """A rank's controller began anew: what it had not answered by then, it never will."""
         for request in self.running.values():
-            request.ended.setdefault(rank, request.held)
+            request.ended.setdefault(rank, request.own)
         self._over.pop(rank, None)
 
     def reset(self) -> None:
@@ -203,22 +210,24 @@ class SimEngine:
                     check_current(rank, request.number, request.generation, self._over.get(rank, 0))
                     request.ready[rank] = completion.pages
                 elif isinstance(completion, RestoreFinished):
-                    if completion.pages > request.held:
-                        check_current(rank, request.number, request.generation, self._over.get(rank, 0))
-                    self._verify(member, request, completion.pages)
+                    self._verify(member, request, completion)
                     request.ended[rank] = completion.pages
                 else:
-                    request.ended[rank] = request.held
+                    request.ended[rank] = request.own
             case ResetFinished():
                 self._over[rank] = cast("int", completion.label)
             case _:
                 pass
 
-    def _verify(self, member: Member, request: Request, pages: int) -> None:
-        if pages <= request.held:
+    def _verify(self, member: Member, request: Request, done: RestoreFinished) -> None:
+        own, end, order = request.own, done.pages, request.order
+        if order is not None:  # else it came late, to another life of the controller
+            check_restored(member.rank, order, request.held, len(request.keys), done)
+        if end <= own:
             return
-        masks = needed_masks(LAYOUT, request.target)[request.held : pages]
-        for key, page, mask in zip(request.keys[request.held : pages], request.ids, masks, strict=True):
+        check_current(member.rank, request.number, request.generation, self._over.get(member.rank, 0))
+        masks = needed_masks(LAYOUT, end)[own:]
+        for key, page, mask in zip(request.keys[own:end], request.ids, masks, strict=False):
             found = [member.life.device.gather(pool, (page,)) for pool in POOLS]
             where = f"restored for request {request.number}"
             check_all_bytes(member.rank, key, request.generation, mask, found, where)
@@ -251,21 +260,31 @@ class SimEngine:
         whole = not request.ended
         roll = self._rng.random()
         if whole and roll < (0.8 if busy else 1.0):
-            self._restore(request)
+            self._restore(request, busy=busy)
             return
         request.phase = Phase.ENDING
         if request.ready and (roll < 0.97 or not busy):
             self._orders.cancels.append(request.number)
 
-    def _restore(self, request: Request) -> None:
-        target = next(iter(request.ready.values()))
-        ids = self._allocate(target - request.held)
+    def _restore(self, request: Request, *, busy: bool) -> None:
+        ready = next(iter(request.ready.values()))
+        plan = whole_plan(request.held, ready)
+        if busy and request.generation == self.generation:
+            path = self._tree.match(request.keys)
+            legal = boundaries([page.mask for page in path], LAYOUT)
+            shorter = [end for end in range(request.held) if legal >> end & 1]
+            plan = draw_plan(self._rng, request.held, ready, shorter, longest(legal))
+            if plan.device_pages is not None:
+                self._tree.pin(path[plan.device_pages - 1])
+                self._unpin(request)
+                request.pinned = path[plan.device_pages - 1]
+        ids = self._allocate(len(plan.masks))
         if ids is None:
             request.phase = Phase.ENDING
             self._orders.cancels.append(request.number)
             return
-        request.phase, request.target, request.ids = Phase.RESTORING, target, ids
-        self._orders.restores.append(RestoreOrder(request.number, request.held, (ids,) * len(POOLS)))
+        request.phase, request.order, request.ids = Phase.RESTORING, plan.order(request.number, ids), ids
+        self._orders.restores.append(request.order)
 
     def _finish(self, request: Request) -> None:
         """Take in what was restored, compute the rest, and have it backed up as the policy says."""
@@ -275,15 +294,15 @@ class SimEngine:
             self._release(request.ids)
             self._unpin(request)
             return
-        parent, held = request.pinned, request.held
-        if request.phase is Phase.RESTORING and min(request.ended.values()) == request.target:
-            masks = needed_masks(LAYOUT, request.target)[held:]
-            parent = self._insert(request.keys[held : request.target], masks, request.ids, parent)
-            request.restored = request.target - held
-            held = request.target
-        else:
-            self._release(request.ids)
-        keys = request.keys[held:]
+        parent, own, end = request.pinned, request.own, min(request.ended.values())
+        if request.order is not None:
+            check_equal_restores(request.order, request.held, request.ended)
+        if end > own:
+            masks = needed_masks(LAYOUT, end)[own:]
+            parent = self._insert(request.keys[own:end], masks, request.ids[: end - own], parent)
+            request.restored = end - own
+        self._release(request.ids[request.restored :])
+        keys = request.keys[max(own, end) :]
         ids = self._allocate(len(keys), parent)
         if ids is not None:
             masks = [computed_mask(key) for key in keys]

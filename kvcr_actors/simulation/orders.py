@@ -11,7 +11,7 @@ from kvcr_actors.desk import EngineDesk
 from kvcr_actors.ports import Store
 from kvcr_actors.simulation.pages import POOLS, SIZES, page_bytes
 from kvcr_actors.testing.invariants import OrderBook
-from kvcr_actors.types import BackupNode, PageKey, PrefetchRequest, RestoreOrder
+from kvcr_actors.types import NO_SLOT, BackupNode, PageKey, PrefetchRequest, RestoreOrder
 
 _SCRATCH = b"\x5c"
 
@@ -50,7 +50,7 @@ class StepOrders:
 
     def kernel_writes(self, rank: int) -> list[tuple[int, int, bytes]]:
         """What the step's kernels write as (pool, page, bytes); pages to be restored are their scratch space."""
-        scratch = {page for order in self.restores for pages in order.pages for page in pages}
+        scratch = {page for order in self.restores for pages in order.pages for page in pages} - {NO_SLOT}
         writes = [(pool, page, _SCRATCH * SIZES[pool]) for page in sorted(scratch) for pool in POOLS]
         for page, key, mask, generation in self.computed:
             writes += [(pool, page, page_bytes(rank, key, pool, generation)) for pool in POOLS if mask >> pool & 1]

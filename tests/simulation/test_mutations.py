@@ -15,6 +15,7 @@ from kvcr_actors.actors.confirmation import ConfirmationActor
 from kvcr_actors.actors.prefetch import PrefetchActor
 from kvcr_actors.actors.restore import RestoreActor
 from kvcr_actors.actors.state import LoopState
+from kvcr_actors.core import prefetch_state
 from kvcr_actors.core.host_tier import HostTier
 from kvcr_actors.core.prefetch_state import HeldPrefix
 from kvcr_actors.desk import EngineDesk
@@ -184,6 +185,33 @@ def a_stopped_search_mistakes_the_agreement(patch: Planter) -> None:
     patch.setattr(Accord, "is_at_last", property(lambda self: True))
 
 
+def a_restore_in_part_asks_no_policy(patch: Planter) -> None:
+    """A partial answer that is wrong: pages are told whose window was never copied."""
+    patch.setattr(HeldPrefix, "restore_end", lambda self, order, layout: order.first + order.count)
+
+
+def a_restore_asks_the_policies_of_the_host_alone(patch: Planter) -> None:
+    """A partial answer that is wrong: pages are told for which the engine named no device page."""
+    real = prefetch_state.component_masks
+    patch.setattr(prefetch_state, "component_masks", lambda components: [0b111] * len(real(components)))
+
+
+def a_restore_may_leave_a_hole(patch: Planter) -> None:
+    """A partial answer that is wrong: a restore that begins beyond what the device has counts from the root."""
+    patch.setattr(HeldPrefix, "fits", lambda self, order: order.first + order.count <= len(self.pages))
+    patch.setattr(HeldPrefix, "own_pages", lambda self, order: order.first)
+
+
+def a_restore_that_begins_early_is_accounted_for_as_before(patch: Planter) -> None:
+    """Pages that vanish from the account: those that the device had at the look-up, and has no more."""
+
+    def own_pages(self: Any, order: Any) -> int:
+        return max(real(self, order), min(self.request.device_pages, len(self.pages)))
+
+    real = HeldPrefix.own_pages
+    patch.setattr(HeldPrefix, "own_pages", own_pages)
+
+
 LEFT_OPEN = "AssertionError: claims left open though all is quiet"
 RELEASED = "AssertionError: claims: [0-9]+ uses after the release"
 WRONG_BYTES = "AssertionError: wrong bytes (restored for request|in host memory|written to the store)"
@@ -192,6 +220,9 @@ KEPT_UNLIKE = "ViolationError: node [0-9]+: backed up on some ranks only"
 EVENTS = "AssertionError: ([0-9]+ events stored a key twice|host: the events tell of [1-9][0-9]* pages too many)"
 READ_TOO_OFTEN = "AssertionError: request [0-9]+: page [0-9a-f]+ was read [3-9] times"
 STILL_FILLING = "AssertionError: [0-9]+ host pages are still filling"
+NO_DEVICE_PAGE = "ViolationError: .*: restored up to [0-9]+, and page [0-9]+ has no device page in pools [01]+"
+BEYOND_ORDER = "ViolationError: .*: restored up to [0-9]+, between [0-9]+ on the device and [0-9]+ that were ordered"
+NOT_ACCOUNTED = "ViolationError: .*: restored .* count as asked for and [0-9]+ as used"
 ORPHAN = "AssertionError: .*parent"
 """Rules of the simulator, by the words that a broken one is told in."""
 
@@ -220,10 +251,14 @@ MUTATIONS: dict[Plant, Found] = {
     a_child_is_deposited_without_its_parent: Found(ORPHAN, range(20)),
     a_node_is_committed_without_its_parent: Found(STILL_FILLING, range(20)),
     a_child_outlives_the_node_that_it_hangs_from: Found(
-        STILL_FILLING, range(130, 180), "order.delay,to_host.truncate,rank.freeze,read.fail,store.restart"
+        STILL_FILLING, range(155, 165), "read.fail,store.restart,rank.restart"
     ),
     a_stopped_search_mistakes_the_agreement: Found(OPENED_UNLIKE, range(20), "order.delay,lookup.delay"),
     a_failed_read_is_tried_for_ever: Found(READ_TOO_OFTEN, faults="read.fail"),
+    a_restore_in_part_asks_no_policy: Found(WRONG_BYTES),
+    a_restore_asks_the_policies_of_the_host_alone: Found(NO_DEVICE_PAGE),
+    a_restore_may_leave_a_hole: Found(BEYOND_ORDER, range(20)),
+    a_restore_that_begins_early_is_accounted_for_as_before: Found(NOT_ACCOUNTED),
 }
 """Each planted fault. A few kinds of faults beside it find some sooner than all of them."""
 
