@@ -17,7 +17,7 @@ ALL_WRONG = "device holds the right bytes: {'kv': False, 'swa': False, 'mamba': 
 PRINTED = {
     "01_life_of_a_node": {
         "load": [ALL_RIGHT],
-        "backup": ["BackupAck(step=1, node_ids=(1,), failed=())", "submits: 1"],
+        "backup": ["BackupAck(step=1, node_ids=(1,), failed=(), missing=())", "submits: 1"],
         "deposit": ["device: a0 a1 a2 a3", "host: a0 a1 a2 a3", "store: a0 a1 a2 a3"],
         "poison": [ALL_WRONG],
         "prefetch": ["4 of 4 pages are ready; open claims: 1"],
