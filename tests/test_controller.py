@@ -41,12 +41,17 @@ class Engine:
         self.ports = Ports(**ports)
         self.controller = CacheController(config, **door, **self.ports.arguments)
         self.completions: list[Completion] = []
+        self.unread: list[Completion] = []
 
     def await_one(self, matches: Callable[[Completion], bool]) -> Completion:
         while True:
-            for completion in self.controller.take():
-                self.completions.append(completion)
+            # Several may come at once: what nobody asked for yet is kept for the next call.
+            new = self.controller.take()
+            self.completions += new
+            self.unread += new
+            for completion in self.unread:
                 if matches(completion):
+                    self.unread.remove(completion)
                     return completion
             assert self.controller.wait(WAIT_S), f"nothing came but {self.completions}"
 
