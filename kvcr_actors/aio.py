@@ -31,6 +31,7 @@ from kvcr_actors.messages import (
     ResetFinished,
     RestoreFinished,
 )
+from kvcr_actors.port_life import check_store
 from kvcr_actors.ports import Device, EventSink, Ranks, Store
 from kvcr_actors.ranks.single import SingleRank
 from kvcr_actors.runtime.hosts import TaskHost
@@ -229,6 +230,7 @@ class AsyncController:
         Raises what the store refuses with, ConfigError if one is attached, or DeadlineError.
         """
         self._check_wait(timeout_s)
+        check_store(store)
         if self._assembly.slot.is_foreign(store):
             self._desk.forget()
         with anyio.move_on_after(timeout_s):
@@ -260,8 +262,10 @@ class AsyncController:
 
         It holds from the call on, also for a caller that is cancelled or runs out of time.
         """
-        self._check_running()
-        what = f"the end of reset {label}"
+        self._check_wait(timeout_s)
+        if label is not None:  # the desk's to refuse
+            check_request_id(label, "label")
+        what = f"the end of reset {named(label)}"
         if ("reset", label) in self._waiters:
             raise InvalidNodeError(f"{what} is awaited already; use another label")
         self._desk.reset(label, clear=clear, store=store, attached=self._assembly.store)

@@ -17,6 +17,7 @@ from kvcr_actors.core.values import checked_seconds
 from kvcr_actors.errors import ConfigError, DeadlineError
 from kvcr_actors.events.contexts import ContextTable
 from kvcr_actors.messages import BackupAck, Completion
+from kvcr_actors.port_life import check_store
 from kvcr_actors.ports import Device, EventSink, Ranks, Store
 from kvcr_actors.ranks.single import SingleRank
 from kvcr_actors.runtime.breath import Breath, no_breath
@@ -200,6 +201,8 @@ class CacheController:
         If its namespace is another than that of the store before, host memory is forgotten first, as by a `reset`.
         Raises what the store refuses with, ConfigError if one is attached, or DeadlineError.
         """
+        self._check_wait(timeout_s)
+        check_store(store)
         if self._assembly.slot.is_foreign(store):
             self._desk.forget()
 

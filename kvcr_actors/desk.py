@@ -35,6 +35,7 @@ from kvcr_actors.messages import (
     StartPrefetches,
     StopPrefetches,
 )
+from kvcr_actors.port_life import check_store
 from kvcr_actors.ports import OperationId, Store
 from kvcr_actors.runtime.outbox import Outbox
 from kvcr_actors.runtime.program import PROGRAM_NAME, wrong_process
@@ -195,6 +196,10 @@ class EngineDesk:
         if label is None:
             raise ConfigError("reset: give it a label, by which its ResetFinished is known")
         check_request_id(label, "label")
+        if type(clear) is not bool:
+            raise ConfigError(f"reset {named(label)}: clear {shown(clear)} is not a bool")
+        if store is not None:
+            check_store(store)
         if attached is not None and not clear:
             if store is None:
                 raise ConfigError(

@@ -10,13 +10,14 @@ import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from typing import Protocol
+from typing import Protocol, cast
 
 import anyio
 import structlog
 
-from kvcr_actors.errors import DeadlineError, KvcrActorsError, ThreadDeadlineError
-from kvcr_actors.ports import EventSink, RunningEventSink, Services
+from kvcr_actors.core.values import shown
+from kvcr_actors.errors import ConfigError, DeadlineError, KvcrActorsError, ThreadDeadlineError
+from kvcr_actors.ports import EventSink, RunningEventSink, Services, Store, StoreTraits
 from kvcr_actors.runtime.memory_lease import MemoryLease
 
 log = structlog.get_logger()
@@ -31,6 +32,17 @@ class Closable(Protocol):
     async def close(self, deadline_s: float) -> None:
         """End what runs, then close; DeadlineError if that takes longer."""
         ...
+
+
+def check_store(store: object) -> None:
+    """ConfigError for what is no store, before anything is done with it."""
+    given = cast("Store", store)
+    try:
+        fits = type(given.name) is str and isinstance(cast("object", given.traits), StoreTraits)
+    except AttributeError:
+        fits = False
+    if not fits:
+        raise ConfigError(f"store {shown(store)} is a {type(store).__name__}; give a store, as open_store makes one")
 
 
 class LatePorts:

@@ -14,7 +14,7 @@ from kvcr_actors.actors.state import LoopState
 from kvcr_actors.actors.store_guard import GuardedStore
 from kvcr_actors.core.host_tier import HostPage, PageState
 from kvcr_actors.core.inventory import InventoryEvent, Ownership, TierCleared
-from kvcr_actors.errors import CheckpointError, ConfigError, DeadlineError, InboxClosedError, InboxFullError
+from kvcr_actors.errors import CheckpointError, ConfigError, DeadlineError, InboxClosedError, InboxFullError, StoreError
 from kvcr_actors.messages import DepositPages, ResetCaches
 from kvcr_actors.port_life import LatePorts, close_port, closed_if_cut_short
 from kvcr_actors.ports import ClearOutcome, Services, Store
@@ -47,6 +47,8 @@ class StoreReset:
     cleared: Operation[ClearOutcome] | None = None
     stays: Store | None = None
     comes: Store | None = None
+    number: int = 0
+    """How many resets the slot has seen, this one too."""
 
 
 @attrs.frozen
@@ -80,6 +82,10 @@ class StoreSlot:
         self._given_up: list[Store] = []
         """Stores that were detached and not quiet in time: they may still use memory."""
         self._turn = anyio.Lock()
+        self._resets = 0
+        self._last_reset: ResetCaches | None = None
+        self._emptied = 0
+        """Pages that a store lost which a reset met on its way here; that reset tells of them."""
         self.namespace = b""
         """That of the last store that named one: pages in host memory are of it."""
 
@@ -101,10 +107,12 @@ class StoreSlot:
     async def attach(self, store: Store) -> None:
         """Open a store and use it from now on. ConfigError or StoreError say why it cannot be used."""
         self._state.begin_resets()
+        asked = self._resets
         async with self._turn:
-            await self._attach(store)
+            await self._attach(store, asked)
 
-    async def _attach(self, store: Store) -> None:
+    async def _attach(self, store: Store, asked: int) -> None:
+        """Attach a store that was asked for after so many resets: what it keeps may be older than those since."""
         state, hearing = self._state, _Hearing()
         if self._store is not None:
             raise ConfigError(f"store {self._store.name} is attached; detach it before store {store.name} comes")
@@ -119,12 +127,36 @@ class StoreSlot:
         budget_s = state.config.drain_budget_s
         async with closed_if_cut_short(f"store {store.name}", store, budget_s, self._late, uses_memory=True):
             await store.open(self._make_services(observe), state.device.host)
+            try:
+                while asked != self._resets:
+                    asked = self._resets
+                    await self._forget_on_its_way(store, guarded)
+            except BaseException:
+                hearing.on = False
+                state.publish(_STORE_GONE)
+                raise
         self._store, self._hearing = store, hearing
         self.namespace = store.traits.namespace or self.namespace
         if reason := store.traits.cannot_store:
             log.warning("store.stands_aside", store=store.name, reason=reason)
         else:
             state.store = guarded
+
+    async def _forget_on_its_way(self, store: Store, guarded: GuardedStore) -> None:
+        """Do to a store that is not in use yet what the last reset would have done to it; StoreError if it cannot."""
+        order = self._last_reset
+        if order is None or order.store is not None or not order.clear:
+            raise StoreError("a reset began while it was on its way, and did not say that it is to be cleared")
+        outcome = await self._outcome(guarded.clear(), guarded)
+        if outcome.error is not None:
+            raise StoreError(f"a reset began while it was on its way, and it was not cleared: {outcome.error}")
+        self._emptied += outcome.pages
+
+    async def _outcome(self, cleared: Operation[ClearOutcome], guarded: GuardedStore) -> ClearOutcome:
+        """Wait for a clear, no longer than a write may take."""
+        with anyio.move_on_after(max(self._state.config.drain_budget_s, guarded.traits.write_budget_s)):
+            return await cleared.outcome()
+        return ClearOutcome(error="it did not end in time")
 
     async def detach(self, budget_s: float, *, for_good: bool = False) -> None:
         """Use the store no more: what is in flight ends, then it is closed. DeadlineError if it is not quiet by then.
@@ -142,30 +174,31 @@ class StoreSlot:
     def begin_reset(self, order: ResetCaches) -> StoreReset:
         """In the turn of a reset: nothing that was computed before it is read, written or looked up any more."""
         state, store, guarded = self._state, self._store, self._state.store
-        if store is None or order.label is None:
-            return StoreReset(comes=order.store)
+        if order.label is None:
+            return StoreReset()
+        self._resets, self._last_reset = self._resets + 1, order
+        if store is None:
+            return StoreReset(comes=order.store, number=self._resets)
         if guarded is not None:
             guarded.retire()
         cleared = guarded.clear() if order.clear and guarded is not None else None
         if order.clear and order.store is None:
             state.store = None if guarded is None else GuardedStore(store, state.stats)
-            return StoreReset(guarded=guarded, cleared=cleared, stays=store)
+            return StoreReset(guarded=guarded, cleared=cleared, stays=store, number=self._resets)
         self._let_go(guarded)
-        return StoreReset(store, guarded, cleared, comes=order.store)
+        return StoreReset(store, guarded, cleared, comes=order.store, number=self._resets)
 
     async def end_reset(self, reset: StoreReset) -> tuple[int, list[str]]:
         """Wait until the store is cleared, or exchanged; returns the pages cleared and what went wrong, in words.
 
         A store that could not be cleared is detached: it might serve what it should have forgotten.
         """
-        budget_s, errors, pages, goes = self._state.config.drain_budget_s, list[str](), 0, reset.goes
+        budget_s, errors, goes = self._state.config.drain_budget_s, list[str](), reset.goes
         async with self._turn:
+            pages, self._emptied = self._emptied, 0
             if reset.cleared is not None and reset.guarded is not None:
-                outcome = None
-                with anyio.move_on_after(max(budget_s, reset.guarded.traits.write_budget_s)):
-                    outcome = await reset.cleared.outcome()
-                outcome = outcome or ClearOutcome(error="it did not end in time")
-                pages = outcome.pages
+                outcome = await self._outcome(reset.cleared, reset.guarded)
+                pages += outcome.pages
                 if outcome.error is not None:
                     errors.append(f"the store was not cleared, and is detached: {outcome.error}")
                     if self._store is not None and self._store is reset.stays:
@@ -178,7 +211,7 @@ class StoreSlot:
                 errors.append(f"store {goes.name} was not closed: {error}" if goes else str(error))
             try:
                 if reset.comes is not None and not self._closed:
-                    await self._attach(reset.comes)
+                    await self._attach(reset.comes, reset.number)
             except Exception as error:  # noqa: BLE001 - as above
                 errors.append(f"store {reset.comes.name} was not attached: {error}" if reset.comes else str(error))
         return pages, errors

@@ -15,8 +15,8 @@ from tests.actors.rig import Rig, chain, live, virtual
 
 A, B = chain("a", 3), chain("b", 3)
 
-ELSEWHERE = {"kvcr_actors_event_silence_seconds"}
-"""Moved by a real publisher: `tests/events/test_zmq.py`."""
+ELSEWHERE = {"kvcr_actors_event_silence_seconds", "kvcr_actors_deposit_shed_pages"}
+"""Moved by a real publisher (`tests/events/test_zmq.py`), and by a store that is too slow (`test_deposit.py`)."""
 
 
 class Scrapes:

@@ -6,6 +6,7 @@ import anyio
 import pytest
 
 from kvcr_actors.messages import DepositFailed
+from kvcr_actors.metrics import Metrics
 from kvcr_actors.ports import BatchOutcome, PageBatch
 from kvcr_actors.testing.faults import Fault, FaultPlan
 from kvcr_actors.transfers import Operation
@@ -141,7 +142,8 @@ async def test_scenario_30_beyond_the_queues_bound_deposits_are_shed_and_offered
         for name in "abcd":
             await rig.back_up(rig.node(chain(name, 2)))
         await rig.quiet()
-        assert rig.stats.deposit.shed >= 2
+        assert (shed := rig.stats.deposit.shed) >= 2
+        assert f"kvcr_actors_deposit_shed_pages_total {shed}.0" in Metrics(lambda: rig.stats).render().decode()
         assert rig.store is not None
         assert len(rig.store.contents()) == 8
         assert not [one for one in rig.completions if isinstance(one, DepositFailed)]
