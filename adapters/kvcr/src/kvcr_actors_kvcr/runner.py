@@ -158,12 +158,12 @@ class Runner:
     def _work(self) -> None:
         try:
             self._kvcr = self._start()
-        except BaseException as error:  # noqa: BLE001 - told to whoever opens the store
+        except BaseException as fault:  # noqa: BLE001 - told to whoever opens the store
             LEFT_MAPPED.append(self._keep)
             wrapped = (
-                error if isinstance(error, KvcrActorsError) else StoreError(f"store kvcr did not start: {_told(error)}")
+                fault if isinstance(fault, KvcrActorsError) else StoreError(f"store kvcr did not start: {_told(fault)}")
             )
-            wrapped.__cause__ = error if wrapped is not error else None
+            wrapped.__cause__ = fault if wrapped is not fault else None
             self._accepting = False
             self._settler.settle(self._opened, wrapped)
             self._settler.settle(self._ended, None)
