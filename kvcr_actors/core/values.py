@@ -110,9 +110,9 @@ def check_count(what: str, field: str, value: object) -> None:
 def check_key(what: str, field: str, key: object) -> None:
     """InvalidNodeError for what is not a page's key."""
     if type(key) is not bytes:
-        raise InvalidNodeError(f"{what}: {field} {shown(key)} is a {type(key).__name__}, not bytes; see core.keys")
+        raise InvalidNodeError(f"{what}: {field} {shown(key)} is a {type(key).__name__}, not bytes; use page_keys")
     if len(key) != KEY_BYTES:
-        raise InvalidNodeError(f"{what}: {field} {shown(key)} has {len(key)} bytes, not {KEY_BYTES}; see core.keys")
+        raise InvalidNodeError(f"{what}: {field} {shown(key)} has {len(key)} bytes, not {KEY_BYTES}; use page_keys")
 
 
 def checked_keys(what: str, keys: object) -> tuple[PageKey, ...]:
@@ -190,7 +190,8 @@ def _copied(what: str, field: str, values: object) -> tuple[object, ...]:
         raise InvalidNodeError(f"{what}: {field} {shown(values)} cannot be read: {shown(error)}") from error
     if device is None or not isinstance(listed, list | None):
         raise InvalidNodeError(
-            f"{what}: {field} {shown(values)} is a {type(values).__name__}, not a list, tuple or array of one dimension"
+            f"{what}: {field}: {shown(values)} is a {type(values).__name__}, "
+            "not a list, tuple or array of one dimension"
         )
     if listed is None:
         raise InvalidNodeError(f"{what}: {field} lie in a device's memory; give a copy on the CPU")

@@ -106,15 +106,15 @@ def test_the_ids_of_engines_are_taken(right: Any) -> None:
 @pytest.mark.parametrize(
     ("field", "wrong", "words"),
     [
-        ("keys", None, "keys None is a NoneType"),
+        ("keys", None, "keys: None is a NoneType"),
         ("keys", KEYS[0], "is a bytes, not a list"),
         ("keys", ("a" * 32, KEYS[1]), "is a str, not bytes"),
         ("keys", (bytearray(32), KEYS[1]), "is a bytearray, not bytes"),
         ("keys", (memoryview(KEYS[0]), KEYS[1]), "is a memoryview, not bytes"),
-        ("keys", (KEYS[0], 5), "key 5 is a int"),
-        ("pages", 5, "pages 5 is a int"),
-        ("pages", (5, 6), "pages of pool 0 5 is a int"),
-        ("pages", ("12", "34"), "pages of pool 0 '12' is a str"),
+        ("keys", (KEYS[0], 5), "key 5 is a int, not bytes; use page_keys"),
+        ("pages", 5, "pages: 5 is a int"),
+        ("pages", (5, 6), "pages of pool 0: 5 is a int"),
+        ("pages", ("12", "34"), "pages of pool 0: '12' is a str"),
         ("pages", ((1, None), (2, 3)), "pages of pool 0: None is a NoneType"),
         ("pages", ((1, 2), (2, True)), "pages of pool 1: True is a bool"),
         ("keys", (KEYS[0], KEYS[0]), "names a key twice"),
@@ -145,14 +145,14 @@ def test_a_field_of_a_node_is_refused_by_name_and_value(field: str, wrong: Any, 
     [
         (lambda: PrefetchRequest("r", KEYS, device_pages=True), "request r: device_pages True of 2"),
         (lambda: PrefetchRequest("r", KEYS, device_pages=1.0), "device_pages 1.0"),  # type: ignore[arg-type]
-        (lambda: PrefetchRequest("r", None), "request r: keys None"),  # type: ignore[arg-type]
+        (lambda: PrefetchRequest("r", None), "request r: keys: None"),  # type: ignore[arg-type]
         (lambda: PrefetchRequest("r", KEYS, stop="x"), "stop 'x' is neither"),  # type: ignore[arg-type]
         (lambda: PrefetchRequest("r" * 200, KEYS, 3), r"request 'r+\.\.\.r+': device_pages"),
         (lambda: RestoreOrder("r", True, PAGES), "restore of r: first True"),
         (lambda: RestoreOrder("r", 1 << 63, PAGES), "first 9223372036854775808"),
         (lambda: RestoreOrder("r", 0, ((1, 2), (3,))), "pool 1 lists 1 pages for 2 pages of the first pool"),
-        (lambda: RestoreOrder("r", 0, None), "pages None"),  # type: ignore[arg-type]
-        (lambda: PageContext(5, 1), "tokens 5 is a int"),  # type: ignore[arg-type]
+        (lambda: RestoreOrder("r", 0, None), "pages: None"),  # type: ignore[arg-type]
+        (lambda: PageContext(5, 1), "tokens: 5 is a int"),  # type: ignore[arg-type]
         (lambda: PageContext([1.5], 1), "not whole numbers of 64 bits"),  # type: ignore[list-item]
         (lambda: PageContext([1 << 63], 1), "not whole numbers of 64 bits"),
         (lambda: PageContext(range(1 << 70, (1 << 70) + 1), 1), "more than 64 bits"),
