@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import anyio
@@ -10,19 +13,22 @@ import pytest
 
 from kvcr_actors import CacheController, ConfigError, InvalidNodeError, open_controller
 from kvcr_actors.controller import HostKind
+from kvcr_actors.core.keys import Namespace, layout_name
 from kvcr_actors.messages import PrefetchReady
 from kvcr_actors.stores.backend import PageBackend
+from kvcr_actors.stores.disk import disk_backend
 from kvcr_actors.stores.memory import memory_backend
 from kvcr_actors.testing.faults import Fault, FaultPlan
 from kvcr_actors.testing.stores import FaultyStore
 from kvcr_actors.types import PageKey, Tier
-from tests.actors.rig import TRAITS, chain, virtual
+from tests.actors.rig import LAYOUT, TRAITS, chain, virtual
 from tests.actors.test_reset import ResetRig
 from tests.doors import Ports
 
 pytestmark = pytest.mark.anyio
 
 A = chain("a", 4)
+NAMESPACE = Namespace("test-model", "1", "uint8", layout_name(LAYOUT), LAYOUT.page_bytes)
 NO_STORES = ("/a/path", 5, object(), FaultyStore)
 
 
@@ -37,16 +43,17 @@ class ComingStore(FaultyStore):
         await anyio.sleep(1.0)
 
 
-async def filled(keys: Sequence[PageKey], faults: FaultPlan | None = None) -> ComingStore:
-    """A store that a controller of the old weights wrote, closed by now."""
-    backend = memory_backend(64)
-    store = ComingStore(backend=backend)
-    async with ResetRig(store_pages=None).running() as rig:
-        await rig.assembly.slot.attach(store)
-        await rig.back_up(rig.node(keys))
-        await rig.quiet()
-        assert store.contents() == frozenset(keys)
-    return ComingStore(faults, backend)
+@asynccontextmanager
+async def filled(keys: Sequence[PageKey], faults: FaultPlan | None = None) -> AsyncGenerator[ComingStore]:
+    """A store over a folder that a controller of the old weights wrote."""
+    with TemporaryDirectory() as folder:
+        store = ComingStore(backend=disk_backend(Path(folder), 64, NAMESPACE))
+        async with ResetRig(store_pages=None).running() as rig:
+            await rig.assembly.slot.attach(store)
+            await rig.back_up(rig.node(keys))
+            await rig.quiet()
+            assert store.contents() == frozenset(keys)
+        yield ComingStore(faults, disk_backend(Path(folder), 64, NAMESPACE))
 
 
 async def assert_absent(rig: ResetRig, keys: Sequence[PageKey]) -> None:
@@ -58,13 +65,13 @@ async def assert_absent(rig: ResetRig, keys: Sequence[PageKey]) -> None:
 
 @virtual
 async def test_a_store_that_comes_by_one_reset_is_cleared_by_the_next() -> None:
-    store = await filled(A)
-    async with ResetRig().running() as rig:
+    async with filled(A) as store, ResetRig().running() as rig:
         rig.give_reset("1", clear=False, store=store)
         await anyio.sleep(0.1)
         rig.give_reset("2", clear=True)
         first, second = await rig.finished("1"), await rig.finished("2")
         assert (first.error, second.error) == (None, None)
+        assert second.store_pages == len(A)
         assert rig.assembly.store is store
         assert store.contents() == frozenset()
         await assert_absent(rig, A)
@@ -72,8 +79,8 @@ async def test_a_store_that_comes_by_one_reset_is_cleared_by_the_next() -> None:
 
 @virtual
 async def test_of_two_resets_at_once_the_store_of_the_second_stays() -> None:
-    store, last = await filled(A), ComingStore()
-    async with ResetRig().running() as rig:
+    last = ComingStore()
+    async with filled(A) as store, ResetRig().running() as rig:
         rig.give_reset("1", clear=False, store=store)
         rig.give_reset("2", clear=False, store=last)
         first, second = await rig.finished("1"), await rig.finished("2")
@@ -86,8 +93,7 @@ async def test_of_two_resets_at_once_the_store_of_the_second_stays() -> None:
 
 @virtual
 async def test_a_store_that_is_being_attached_serves_nothing_of_before_a_reset() -> None:
-    store = await filled(A)
-    async with ResetRig(store_pages=None).running() as rig:
+    async with filled(A) as store, ResetRig(store_pages=None).running() as rig:
         refused: list[str] = []
 
         async def attach() -> None:
@@ -109,8 +115,7 @@ async def test_a_store_that_is_being_attached_serves_nothing_of_before_a_reset()
 
 @virtual
 async def test_a_store_on_its_way_that_cannot_be_cleared_is_not_attached() -> None:
-    store = await filled(A, FaultPlan.always(Fault.FAIL, "clear"))
-    async with ResetRig().running() as rig:
+    async with filled(A, FaultPlan.always(Fault.FAIL, "clear")) as store, ResetRig().running() as rig:
         rig.give_reset("1", clear=False, store=store)
         await anyio.sleep(0.1)
         rig.give_reset("2", clear=True)

@@ -36,6 +36,7 @@ from kvcr_actors import (
     ContextTable,
     ControllerConfig,
     CpuDevice,
+    DeadlineError,
     EventsConfig,
     HostPools,
     Namespace,
@@ -191,6 +192,14 @@ class Worker:
                 return None
 
     async def run(self) -> None:
+        """Serve until the end; what is not quiet by then, such as a read from a peer that is gone, stays mapped."""
+        try:
+            await self.serve()
+        except DeadlineError as late:
+            print(f"worker: {late}", file=sys.stderr, flush=True)
+        print(json.dumps({"mapped_bytes": self.store.describe()["mapped_bytes"]}), flush=True)
+
+    async def serve(self) -> None:
         """Serve orders until `quit` or the end of the input."""
         async with self.controller as controller:
             print(json.dumps({"ready": True, "endpoint": self.store.endpoint}), flush=True)
@@ -200,7 +209,6 @@ class Worker:
                 if answer is None:
                     break
                 print(json.dumps(answer, default=str), flush=True)
-        print(json.dumps({"mapped_bytes": self.store.describe()["mapped_bytes"]}), flush=True)
 
 
 def meet(arguments: argparse.Namespace) -> Ranks | None:
